@@ -1,0 +1,49 @@
+"""JAX-style functional transforms over PyTorch, for people who train large models with their own loop.
+
+A transform takes a callable and returns a callable. `offload` returns the same outputs and gradients;
+`with_channel_loss` and `monitor_router` return `(out, obs)`, where `obs` is a TensorDict of sums;
+`async_checkpointer` saves a training state, which is one TensorDict.
+"""
+
+from veofunc import log
+from veofunc.channel import packing
+from veofunc.channel.loss import channel_sums, with_channel_loss
+from veofunc.channel.metrics import channel_metrics
+from veofunc.checkpoint.checkpointer import async_checkpointer
+from veofunc.grad import grad, grad_and_value
+from veofunc.offload import policies
+from veofunc.offload.offload import offload
+from veofunc.offload.saved import Fate, SavedTensor
+from veofunc.offload.stores import DiskStore, HostStore, Store
+from veofunc.router.detect import find_routers
+from veofunc.router.heatmap import router_heatmap
+from veofunc.router.metrics import router_metrics
+from veofunc.router.monitor import monitor_router
+from veofunc.state import load_train_state, train_state
+from veofunc.window import Window, all_reduce
+
+__all__ = [
+    "DiskStore",
+    "Fate",
+    "HostStore",
+    "SavedTensor",
+    "Store",
+    "Window",
+    "all_reduce",
+    "async_checkpointer",
+    "channel_metrics",
+    "channel_sums",
+    "find_routers",
+    "grad",
+    "grad_and_value",
+    "load_train_state",
+    "log",
+    "monitor_router",
+    "offload",
+    "packing",
+    "policies",
+    "router_heatmap",
+    "router_metrics",
+    "train_state",
+    "with_channel_loss",
+]

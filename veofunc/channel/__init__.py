@@ -1,0 +1,1 @@
+"""Loss per data source: `with_channel_loss` first, then packing and metrics."""

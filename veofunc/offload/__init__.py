@@ -1,0 +1,1 @@
+"""Activation offload: `offload` first, then policies, stores, and the handles autograd holds."""

@@ -1,0 +1,248 @@
+"""Finding routers, and the choice in a router's output, by structure: shapes and dtypes, no names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from veofunc.transform import find_model, module_hooks
+
+__all__ = ["Choice", "Router", "Search", "find_routers", "select_routers"]
+
+INDEX_DTYPES = (torch.int32, torch.int64)
+
+
+class Router(NamedTuple):
+    """One mixture-of-experts router of a model."""
+
+    path: str
+    """as in `model.named_modules()`"""
+    num_experts: int
+    """experts it chooses from, E"""
+    top_k: int
+    """experts per token, K"""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which experts N tokens were given.
+
+    Attributes:
+        ids: expert of each slot, int [..., K]; the leading dimensions hold the tokens.
+        weights: weight of each slot, float [..., K], or None if the output does not show it.
+        num_experts: E.
+    """
+
+    ids: Tensor
+    weights: Tensor | None
+    num_experts: int
+
+
+def find_routers(model: nn.Module, *args: Any, **kwargs: Any) -> tuple[Router, ...]:
+    """The routers of `model`, seen in one forward pass without gradients.
+
+    A router is a module that returns integer ids beside float weights of the same shape [..., K] and,
+    with the same number of rows, logits or probabilities [..., E] (or that has an attribute
+    `num_experts`). Every module of the same class is a router too.
+
+    Args:
+        model: the module to look into.
+        args: what to call it with, and `kwargs`.
+
+    Returns:
+        One `(path, num_experts, top_k)` per router, in `named_modules` order.
+
+    Raises:
+        ValueError: no router was seen; the message lists what was looked at.
+        TypeError: `model` is not a module.
+
+    Example:
+        >>> import torch, veofunc as vf
+        >>> class Router(torch.nn.Linear):
+        ...     def forward(self, x):
+        ...         logits = super().forward(x)
+        ...         weights, ids = logits.softmax(-1).topk(2)
+        ...         return logits, weights, ids
+        >>> vf.find_routers(torch.nn.Sequential(Router(8, 4)), torch.ones(3, 8))
+        (Router(path='0', num_experts=4, top_k=2),)
+    """
+    search = Search(find_model(model, model))
+    with torch.no_grad(), module_hooks(search.modules, after=search.look):
+        model(*args, **kwargs)
+    return tuple(router for router, _ in search.result())
+
+
+class Search:
+    """Reads the choices that modules make during one call, and then says which modules are routers.
+
+    Args:
+        model: what runs in the call.
+        named: the routers as (path, module), if they are known; else they are found by structure.
+        indices: from what a named router returns to the ids.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        named: tuple[tuple[str, nn.Module], ...] | None = None,
+        indices: Callable[[Any], Tensor] | None = None,
+    ):
+        self.model, self.named, self.indices = model, named, indices
+        self.choices: dict[nn.Module, Choice] = {}
+        self.looked_at: dict[str, str] = {}
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """The modules whose outputs to look at."""
+        if self.named is None:
+            return tuple(self.model.modules())
+        return tuple(module for _, module in self.named)
+
+    def look(self, module: nn.Module, output: Any) -> Choice | None:
+        """The choice that `module` made, if it is a router and nobody inside it made the same one."""
+        if self.indices is not None:
+            choice = _chosen_by(module, output, self.indices)
+        else:
+            choice = _find_choice(module, output)
+        if choice is None:
+            self.looked_at.setdefault(type(module).__name__, _describe(output))
+            if self.named is not None:
+                raise ValueError(
+                    f"router {type(module).__name__} returned {_describe(output)}, where no expert ids can "
+                    "be seen: pass indices=, a function from that to ids [..., K]"
+                )
+        elif any(choice.ids is seen.ids for seen in self.choices.values()):
+            return None  # a block that passes on what its router returned
+        else:
+            self.choices[module] = choice
+        return choice
+
+    def result(self) -> tuple[tuple[Router, nn.Module], ...]:
+        """The routers in `named_modules` order, also those that the call did not run."""
+        if not self.choices:
+            raise ValueError(self._nothing_found())
+        anyone = next(iter(self.choices.values()))
+        like = {type(module): choice for module, choice in self.choices.items()}
+        routers = self.named or tuple(
+            (path, module) for path, module in self.model.named_modules() if type(module) in like
+        )
+        found = []
+        for path, module in routers:
+            choice = self.choices.get(module) or like.get(type(module), anyone)
+            found.append((Router(path, choice.num_experts, choice.ids.shape[-1]), module))
+        return tuple(found)
+
+    def _nothing_found(self) -> str:
+        if self.named is not None:
+            paths = ", ".join(path for path, _ in self.named)
+            return f"none of the routers {paths} ran in the call"
+        seen = "\n".join(f"  {name} returned {what}" for name, what in self.looked_at.items())
+        return (
+            f"no router found in {type(self.model).__name__}: no module returned integer ids beside float "
+            "weights of the same shape [..., K] and logits [..., E]. Name the routers with routers= (globs, "
+            "or a predicate on path and module), and with indices= how to get the ids from what they "
+            "return. If the model was compiled before it was wrapped, wrap first. Looked at:\n"
+            f"{seen or '  no module: none ran in the call'}"
+        )
+
+
+def select_routers(
+    model: nn.Module, routers: str | tuple[str, ...] | Callable[[str, nn.Module], bool]
+) -> tuple[tuple[str, nn.Module], ...]:
+    """The modules that `routers` names: globs over whole paths, or a predicate on (path, module).
+
+    Raises:
+        ValueError: a glob, or the predicate, matches nothing.
+        TypeError: `routers` is neither.
+    """
+    named = [(path, module) for path, module in model.named_modules() if path]
+    if callable(routers):
+        chosen = [(path, module) for path, module in named if routers(path, module)]
+        if not chosen:
+            raise ValueError(f"routers= is a predicate that holds for none of {_some_paths(named)}")
+        return tuple(chosen)
+    globs = (routers,) if isinstance(routers, str) else tuple(routers)
+    if not globs or not all(isinstance(glob, str) for glob in globs):
+        raise TypeError(f"routers must be globs or a predicate on (path, module), got {routers!r}")
+    for glob in globs:
+        if not any(_matches(path, glob) for path, _ in named):
+            raise ValueError(f"glob {glob!r} in routers= matches none of {_some_paths(named)}")
+    return tuple((p, module) for p, module in named if any(_matches(p, glob) for glob in globs))
+
+
+def _find_choice(module: nn.Module, output: Any) -> Choice | None:
+    """The choice in a router's output, or None if there is none to be seen."""
+    tensors = list(_tensors(output))
+    for ids in tensors:
+        if ids.dtype not in INDEX_DTYPES or ids.dim() < 2 or ids.numel() == 0:
+            continue
+        weights = next((t for t in tensors if t.is_floating_point() and t.shape == ids.shape), None)
+        num_experts = _width(module, tensors, ids)
+        if weights is not None and num_experts is not None:
+            return Choice(ids, weights, num_experts)
+    return None
+
+
+def _chosen_by(module: nn.Module, output: Any, indices: Callable[[Any], Tensor]) -> Choice:
+    """The choice in `output`, with the ids that the user's function takes from it.
+
+    Raises:
+        TypeError: `indices` did not return integer ids.
+        ValueError: the ids have no dimension of slots, or the number of experts cannot be seen.
+    """
+    ids = indices(output)
+    if not isinstance(ids, Tensor) or ids.dtype not in INDEX_DTYPES:
+        kind = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
+        raise TypeError(f"indices= must return an int32 or int64 tensor of expert ids, got {kind}")
+    if ids.dim() < 2:
+        raise ValueError(f"indices= must return ids of shape [..., K], got {list(ids.shape)}")
+    num_experts = _width(module, list(_tensors(output)), ids)
+    if num_experts is None:
+        raise ValueError(
+            f"cannot see the number of experts of {type(module).__name__}: it has no attribute "
+            f"num_experts and returned no logits [..., E], but {_describe(output)}"
+        )
+    return Choice(ids, None, num_experts)
+
+
+def _describe(output: Any) -> str:
+    """Dtypes and shapes of what a module returned, in one line."""
+    parts = [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in _tensors(output)]
+    return f"({', '.join(parts)})" if parts else type(output).__name__
+
+
+def _width(module: nn.Module, tensors: list[Tensor], ids: Tensor) -> int | None:
+    """The number of experts: the width of the logits beside `ids`, else what the module says."""
+    rows, top_k = ids.numel() // ids.shape[-1] if ids.numel() else 0, ids.shape[-1]
+    for tensor in tensors:
+        wide = tensor.is_floating_point() and tensor.dim() >= 2 and tensor.shape[-1] > top_k
+        if wide and tensor.numel() // tensor.shape[-1] == rows:
+            return tensor.shape[-1]
+    num_experts = getattr(module, "num_experts", None)
+    return num_experts if isinstance(num_experts, int) else None
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, Mapping):
+        for value in output.values():
+            yield from _tensors(value)
+    elif isinstance(output, tuple | list):
+        for value in output:
+            yield from _tensors(value)
+
+
+def _matches(path: str, glob: str) -> bool:
+    segments, patterns = path.split("."), glob.split(".")
+    return len(segments) == len(patterns) and all(map(fnmatchcase, segments, patterns))
+
+
+def _some_paths(named: list[tuple[str, nn.Module]]) -> str:
+    paths = [path for path, _ in named]
+    return f"the modules {', '.join(paths[:12])}{', ...' if len(paths) > 12 else ''}"

@@ -1,0 +1,73 @@
+"""A picture of the load of every expert in every layer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from tensordict import TensorDictBase
+
+from veofunc.router.detect import Router
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["router_heatmap"]
+
+
+def router_heatmap(obs: TensorDictBase, routers: tuple[Router, ...], caption: str = "") -> Figure:
+    """The load of each expert over the mean load of its layer, layers by experts, as a matplotlib figure.
+
+    1 is balanced, 0 is an expert without tokens. Layers without tokens, and experts that a layer does not
+    have, are grey.
+
+    Args:
+        obs: what `monitor_router` returned, or any sum of that: its `"router"` is read.
+        routers: as in `.routers` of the transformed function.
+        caption: what the sums are over, e.g. `"steps 1-100"`.
+
+    Returns:
+        A figure that belongs to no window system: `figure.savefig("load.png")`, `wandb.Image(figure)`.
+
+    Raises:
+        ValueError: `obs` has no sums of these routers.
+
+    Example:
+        >>> import torch, veofunc as vf
+        >>> from tensordict import TensorDict
+        >>> sums = {"tokens_per_expert": torch.tensor([[14, 2, 0, 0]])}
+        >>> obs = TensorDict({"router": sums})
+        >>> vf.router_heatmap(obs, (("gate", 4, 2),), caption="steps 1-100").axes[0].get_title()
+        'Expert load over mean load, steps 1-100'
+    """
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    if "router" not in obs.keys() or len(obs["router", "tokens_per_expert"]) != len(routers):
+        raise ValueError(
+            f"obs has no sums of {len(routers)} routers, only {sorted(obs.keys())}: an empty window has no "
+            "heatmap"
+        )
+    load = _relative_load(obs["router", "tokens_per_expert"].cpu(), routers)  # [L, E]
+    num_layers, num_experts = load.shape
+    size = (min(4 + 0.25 * num_experts, 16), min(2 + 0.25 * num_layers, 16))  # inches
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.add_subplot()
+    colors = matplotlib.colormaps["viridis"].with_extremes(bad="lightgrey")
+    image = axes.imshow(load.numpy(), aspect="auto", cmap=colors, vmin=0, interpolation="nearest")
+    axes.set_xlabel("expert")
+    axes.set_ylabel("layer")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.yaxis.get_major_locator().set_params(integer=True)
+    axes.set_title(", ".join(filter(None, ["Expert load over mean load", caption])))
+    figure.colorbar(image, label="load / mean load")
+    return figure
+
+
+def _relative_load(tokens_per_expert: torch.Tensor, routers: tuple[Router, ...]) -> torch.Tensor:
+    """[L, E] float64, NaN where there is no expert or the layer has no tokens."""
+    load = tokens_per_expert.double()
+    num_experts = torch.tensor([router[1] for router in routers]).unsqueeze(-1)  # [L, 1]
+    exists = torch.arange(load.shape[-1]) < num_experts
+    relative = load / (load.sum(-1, keepdim=True) / num_experts)  # 0 / 0 is NaN: no tokens
+    return torch.where(exists, relative, torch.nan)

@@ -1,0 +1,283 @@
+"""The training state as one value: taken from model and optimizer, and copied back into them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from itertools import zip_longest
+from typing import Any
+
+from tensordict import NonTensorData, TensorDict, TensorDictBase
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from veofunc.checkpoint.manifest import Json
+from veofunc.checkpoint.snapshot import to_json
+from veofunc.rng import load_rng_state, rng_state
+from veofunc.window import Window
+
+__all__ = ["load_train_state", "train_state"]
+
+
+def train_state(
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    scheduler: LRScheduler | None = None,
+    rng: bool = True,
+    **extra: Any,
+) -> TensorDict:
+    """The whole training state as one TensorDict, by fully qualified names; nothing is copied or changed.
+
+    Its tensors are those of the model and the optimizer: a step changes them. `Checkpointer.save`
+        copies them;
+    `.clone()` does, too. Optimizer state that is made at the first step is absent before it.
+
+    Args:
+        model: sharded parameters (FSDP2) are DTensors in the state, tied ones appear under each
+            name.
+        optimizer: over parameters of `model`.
+        scheduler: its state must be JSON, tuples aside.
+        rng: whether to take the random states of torch on the CPU and all CUDA devices, numpy and
+            Python.
+        extra: tensors, TensorDicts, JSON values or a `Window`, under names of your choice.
+
+    Returns:
+        A TensorDict of the sections `model` (parameters and persistent buffers), `optimizer`
+        (`state` and `param_groups`), `scheduler`, `rng` and the names in `extra`.
+
+    Raises:
+        TypeError: a value is neither a tensor nor JSON; names it.
+        ValueError: a parameter of the optimizer is not in the model.
+
+    Example:
+        >>> import torch, veofunc as vf
+        >>> model = torch.nn.Linear(2, 1)
+        >>> state = vf.train_state(model, torch.optim.AdamW(model.parameters()), step=3)
+        >>> sorted(state.keys()), sorted(state["model"].keys()), state["step"]
+        (['model', 'optimizer', 'rng', 'step'], ['bias', 'weight'], 3)
+    """
+    sections: dict[str, Any] = {"model": _model_state(model)}
+    if optimizer is not None:
+        sections["optimizer"] = _optimizer_state(model, optimizer)
+    if scheduler is not None:
+        sections["scheduler"] = NonTensorData(_storable(scheduler.state_dict(), "scheduler"))
+    if rng:
+        sections["rng"] = rng_state()
+    for name, value in extra.items():
+        sections[name] = _leaf(value, name)
+    return TensorDict(sections)
+
+
+def load_train_state(
+    state: TensorDictBase,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    scheduler: LRScheduler | None = None,
+) -> None:
+    """Copy `state` into the model and, if given, the optimizer and the scheduler; set the random states, if it has any.
+
+    The next steps are bit-equal to those of a run that was never stopped. Everything is compared
+    before anything is changed. Whole tensors are split for parameters that are DTensors. `state` is
+    not aliased.
+
+    Args:
+        state: as `train_state` makes it and `Checkpointer.restore` gives it; its other sections are
+            ignored.
+        model: gets the section `model`.
+        optimizer: gets the section `optimizer`; the same parameters in the same groups as when it
+            was taken.
+        scheduler: gets the section `scheduler`.
+
+    Raises:
+        ValueError: a section is missing or differs from its target; lists all names. Nothing was
+            changed.
+
+    Example:
+        >>> import torch, veofunc as vf
+        >>> model, other = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+        >>> vf.load_train_state(vf.train_state(model), other)
+        >>> torch.equal(model.weight, other.weight)
+        True
+    """
+    rng = state.get("rng", None)
+    problems = [*_differences("model", state.get("model", TensorDict()), _model_state(model))]
+    if optimizer is not None:
+        problems += _optimizer_problems(state.get("optimizer", None), model, optimizer)
+    if scheduler is not None:
+        problems += _scheduler_problems(state.get("scheduler", None), scheduler)
+    if rng is not None:  # there may be other CUDA devices than there were
+        problems += _differences("rng", rng.exclude("cuda"), rng_state().exclude("cuda"))
+    if problems:
+        listed = "\n".join(f"  {problem}" for problem in problems)
+        raise ValueError(f"the state does not fit, nothing was loaded:\n{listed}")
+    _load_model(state["model"], model)
+    if scheduler is not None:
+        scheduler.load_state_dict(_in_form_of(scheduler.state_dict(), state["scheduler"]))
+    if optimizer is not None:
+        _load_optimizer(state["optimizer"], model, optimizer)
+    if rng is not None:
+        load_rng_state(rng)
+
+
+def _model_state(model: nn.Module) -> TensorDict:
+    tensors = model.state_dict()
+    for name, value in tensors.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"model.{name} must be a tensor, got extra state of {type(value)}")
+    return TensorDict(dict(tensors))
+
+
+def _load_model(saved: TensorDictBase, model: nn.Module) -> None:
+    values = model.state_dict()
+    values.update({name: _placed(saved[name], target) for name, target in values.items()})
+    model.load_state_dict(values)
+
+
+def _optimizer_state(model: nn.Module, optimizer: Optimizer) -> TensorDict:
+    names = _names(model, optimizer)
+    packed = optimizer.state_dict()
+    state = {
+        names[index]: {
+            key: _leaf(value, f"optimizer.state.{names[index]}.{key}")
+            for key, value in values.items()
+        }
+        for index, values in packed["state"].items()
+    }
+    groups = [
+        {**group, "params": [names[index] for index in group["params"]]}
+        for group in packed["param_groups"]
+    ]
+    groups = NonTensorData(_storable(groups, "optimizer.param_groups"))
+    return TensorDict({"state": TensorDict(state), "param_groups": groups})
+
+
+def _optimizer_problems(
+    state: TensorDictBase, model: nn.Module, optimizer: Optimizer
+) -> Iterator[str]:
+    if "optimizer" not in state.keys():
+        yield "optimizer: missing, it was not saved"
+        return
+    names = iter(_names(model, optimizer))
+    here = [{next(names) for _ in group["params"]} for group in optimizer.param_groups]
+    pairs = zip_longest(saved["param_groups"], here, fillvalue={})
+    for index, (group, names_here) in enumerate(pairs):
+        where, names_there = f"optimizer.param_groups.{index}", set(group.get("params", ()))
+        yield from (f"{where}: missing {name}" for name in sorted(names_here - names_there))
+        yield from (f"{where}: unexpected {name}" for name in sorted(names_there - names_here))
+        options = sorted(optimizer.defaults.keys() - group.keys())
+        yield from (f"{where}: missing option {option}" for option in options)
+
+
+def _load_optimizer(saved: TensorDictBase, model: nn.Module, optimizer: Optimizer) -> None:
+    groups = _in_form_of(optimizer.state_dict()["param_groups"], saved["param_groups"])
+    # The state is set below: this call would cast it to the dtype of the parameters.
+    optimizer.load_state_dict({"state": {}, "param_groups": groups})
+    names = iter(_names(model, optimizer))
+    for group in optimizer.param_groups:
+        for parameter, name in zip(group["params"], names, strict=False):
+            values = saved["state"].get(name, None)
+            if values is not None:
+                optimizer.state[parameter] = {
+                    key: _state_value(key, value, parameter, group) for key, value in values.items()
+                }
+
+
+def _state_value(key: str, value: Any, parameter: Tensor, group: Mapping[str, Any]) -> Any:
+    """A copy of `value` where the optimizer wants it, in the dtype in which it was saved."""
+    if not isinstance(value, Tensor):
+        return value.data
+    if key == "step" and not (group.get("capturable") or group.get("fused")):
+        return value.clone()
+    value = value.to(parameter.device, copy=True)
+    return _placed(value, parameter) if value.shape == parameter.shape else value
+
+
+def _names(model: nn.Module, optimizer: Optimizer) -> list[str]:
+    """Fully qualified names of the optimizer's parameters, in the order in which its state numbers them."""
+    names: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), name)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    foreign = [list(p.shape) for p in parameters if id(p) not in names]
+    if foreign:
+        raise ValueError(
+            f"every parameter of the optimizer must be one of the model; it has others, of shapes {foreign}"
+        )
+    return [names[id(p)] for p in parameters]
+
+
+def _scheduler_problems(saved: NonTensorData | None, scheduler: LRScheduler) -> Iterator[str]:
+    if saved is None:
+        yield "scheduler: missing, it was not saved"
+        return
+    here, there = scheduler.state_dict().keys(), saved.data.keys()
+    yield from (f"scheduler.{name}: missing, it was not saved" for name in sorted(here - there))
+    yield from (f"scheduler.{name}: unexpected" for name in sorted(there - here))
+
+
+def _leaf(value: Any, where: str) -> Any:
+    """`value` as an entry of a TensorDict: tensors detached, JSON wrapped, a window by its fields."""
+    if isinstance(value, Tensor | TensorDictBase):
+        return value.detach()
+    if isinstance(value, Window):
+        names = [field.name for field in fields(value)]
+        return TensorDict({name: _leaf(getattr(value, name), f"{where}.{name}") for name in names})
+    return NonTensorData(to_json(value, where))
+
+
+def _storable(value: Any, where: str) -> Json:
+    """`value` as JSON, with tuples as lists and ints as keys written out; `_in_form_of` is the way back."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return [plain(item) for item in value]
+        if isinstance(value, dict):
+            return {str(k) if isinstance(k, int) else k: plain(item) for k, item in value.items()}
+        return value
+
+    return to_json(plain(value), where)
+
+
+def _in_form_of(template: Any, value: Any) -> Any:
+    """`value` with the tuples, and the keys that are ints, of `template`."""
+    if isinstance(template, list | tuple) and len(template) == len(value):
+        return type(template)(map(_in_form_of, template, value))
+    if isinstance(template, dict):
+        keys = {str(key): key for key in template}
+        return type(template)(
+            {keys.get(k, k): _in_form_of(template.get(keys.get(k)), v) for k, v in value.items()}
+        )
+    return value
+
+
+def _placed(value: Tensor, target: Tensor) -> Tensor:
+    """`value`, split as `target` is; each rank keeps its part of its own copy."""
+    if isinstance(target, DTensor) and not isinstance(value, DTensor):
+        return distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)
+    return value
+
+
+def _differences(section: str, saved: TensorDictBase, here: TensorDictBase) -> Iterator[str]:
+    there, wanted = _by_name(saved), _by_name(here)
+    for name in sorted(wanted.keys() | there.keys()):
+        if name not in there:
+            yield f"{section}.{name}: missing, it was not saved"
+        elif name not in wanted:
+            yield f"{section}.{name}: unexpected"
+        elif there[name] != wanted[name]:
+            yield f"{section}.{name}: must be {wanted[name]}, is {there[name]}"
+
+
+def _by_name(state: TensorDictBase) -> dict[str, str]:
+    """Dtype and shape of all leaves, in words."""
+    leaves = state.items(include_nested=True, leaves_only=True)
+    return {
+        ".".join(key)
+        if isinstance(key, tuple)
+        else key: f"{value.dtype} of shape {list(value.shape)}"
+        for key, value in leaves
+    }

@@ -1,0 +1,240 @@
+"""What a transform is: a callable goes in, a callable comes out, and nothing is left behind.
+
+A *strategy* transform returns what `fn` returns. An *observing* transform returns `(out, obs)`, where
+`obs` is a `TensorDict` of sums. This file is the whole contract; the four feature folders build on it
+and on nothing of each other.
+
+A new transform needs three things: `observing(fn, has_aux)` to call what it wraps, `module_hooks` if it
+looks into a model, and a `Transformed` to return. Then it adds a row to `tests/laws/`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import nn
+
+__all__ = ["Transformed", "find_model", "merge_obs", "module_hooks", "observing"]
+
+
+class Transformed:
+    """A callable made by a transform.
+
+    It has the name, docstring and signature of what it wraps, exposes it as `__wrapped__`, and works as
+    a method. Attributes that a transform offers (`channels`, `routers`, `stats`) stay reachable through
+    the transforms around it.
+
+    Args:
+        transform: name of the transform, for `repr`.
+        fn: what is wrapped. It is never edited.
+        call: what runs instead of `fn`, with the same arguments.
+        model: the module that `fn` runs, if the transform knows it.
+        observes: name under which the transform writes into `obs`; None for a strategy transform.
+        exposes: attribute name to a function that gives its value.
+
+    Raises:
+        ValueError: `fn` observes the same name already.
+    """
+
+    def __init__(
+        self,
+        transform: str,
+        fn: Callable,
+        call: Callable,
+        *,
+        model: nn.Module | None = None,
+        observes: str | None = None,
+        exposes: Mapping[str, Callable[[], Any]] | None = None,
+    ):
+        functools.update_wrapper(self, fn, updated=())
+        self.__name__ = getattr(fn, "__name__", type(fn).__name__)
+        self.observes = _extend(_observed_names(fn), observes)
+        self.model = model
+        self._transform = transform
+        self._call = call
+        self._exposes = {**getattr(_transparent(fn), "_exposes", {}), **(exposes or {})}
+
+    def __call__(self, *args, **kwargs):
+        return self._call(*args, **kwargs)
+
+    def __get__(self, instance, owner=None):
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __getattr__(self, name: str):
+        exposes = self.__dict__.get("_exposes", {})
+        if name not in exposes:
+            offers = ", ".join(sorted(exposes)) or "nothing more"
+            raise AttributeError(f"{self!r} has no attribute {name!r}; its transforms offer {offers}")
+        return exposes[name]()
+
+    def __repr__(self) -> str:
+        wrapped = self.__dict__.get("__wrapped__")
+        inner = repr(wrapped) if isinstance(wrapped, Transformed) else self.__dict__.get("__name__")
+        return f"{self.__dict__.get('_transform')}({inner})"
+
+
+def observing(fn: Callable, has_aux: bool) -> Callable[..., tuple[Any, TensorDictBase]]:
+    """`fn` as a callable that returns `(out, obs)`, whatever it returns by itself.
+
+    A function made by an observing transform returns such a pair already. With `has_aux` the user says
+    that their own function returns `(out, aux)`; `aux` then becomes the first part of `obs`, detached.
+
+    Raises:
+        TypeError: `fn` is not callable, or (at the call) `has_aux` was given and no pair came.
+    """
+    if not callable(fn):
+        raise TypeError(f"fn must be callable (a module or a function), got {type(fn).__name__}")
+    if _observed_names(fn):
+        return fn
+    if not has_aux:
+        return lambda *args, **kwargs: (fn(*args, **kwargs), TensorDict())
+
+    def call(*args, **kwargs):
+        pair = fn(*args, **kwargs)
+        if not (isinstance(pair, tuple) and len(pair) == 2):
+            raise TypeError(
+                f"has_aux=True says that {_name(fn)} returns (out, aux), got {type(pair).__name__}"
+            )
+        out, aux = pair
+        if not isinstance(aux, TensorDictBase | Mapping):
+            raise TypeError(
+                f"aux of {_name(fn)} must be a TensorDict or a mapping of names to tensors, because it "
+                f"is merged into obs; got {type(aux).__name__}"
+            )
+        return out, TensorDict(dict(aux.items())).detach()
+
+    return call
+
+
+def merge_obs(obs: TensorDictBase, name: str, own: TensorDictBase) -> TensorDict:
+    """A new `TensorDict` with everything in `obs` and `own` under `name`.
+
+    Raises:
+        ValueError: `obs` has that name already.
+    """
+    if name in obs.keys():
+        raise ValueError(_clash(name))
+    return TensorDict({**dict(obs.items()), name: own})
+
+
+def find_model(fn: Callable, model: nn.Module | None = None) -> nn.Module | None:
+    """The module that `fn` runs: `model` if given, else found through the wrappers around it.
+
+    Looks through transforms, `functools.partial` and `functools.wraps`, bound methods, `torch.compile`
+    and data-parallel wrappers. None if what is found in the end is a plain function.
+
+    Raises:
+        TypeError: `model` is not a module.
+    """
+    if model is not None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        return _bare(model)
+    while fn is not None:
+        if isinstance(fn, nn.Module):
+            return _bare(fn)
+        if isinstance(fn, Transformed) and fn.model is not None:
+            return fn.model
+        fn = _inside(fn)
+    return None
+
+
+@contextlib.contextmanager
+def module_hooks(
+    modules: Iterable[nn.Module],
+    *,
+    before: Callable[[nn.Module], None] | None = None,
+    after: Callable[[nn.Module, Any], None] | None = None,
+) -> Iterator[None]:
+    """Calls `before(module)` and `after(module, output)` around the forward of each of `modules`.
+
+    The hooks live as long as the block, also when it raises. They act only in this thread, so that two
+    calls at once do not see each other, and not while the autograd engine runs, so that what activation
+    checkpointing computes a second time is seen once.
+    """
+    thread = threading.get_ident()
+
+    def elsewhere() -> bool:
+        if torch.compiler.is_compiling():
+            return False
+        return threading.get_ident() != thread or torch._C._current_graph_task_id() != -1
+
+    def pre_hook(module, args):
+        if not elsewhere():
+            before(module)
+
+    def post_hook(module, args, output):
+        if not elsewhere():
+            after(module, output)
+
+    with contextlib.ExitStack() as handles:
+        for module in modules:
+            if before is not None:
+                handles.callback(module.register_forward_pre_hook(pre_hook).remove)
+            if after is not None:
+                handles.callback(module.register_forward_hook(post_hook).remove)
+        yield
+
+
+def _observed_names(fn: Callable) -> tuple[str, ...]:
+    return getattr(_transparent(fn), "observes", ())
+
+
+def _transparent(fn: Callable | None) -> Transformed | None:
+    """The transform behind wrappers that return what it returns (partial, torch.compile), if any."""
+    while fn is not None and not isinstance(fn, Transformed):
+        if isinstance(fn, functools.partial):
+            fn = fn.func
+        elif getattr(fn, "__globals__", {}).get("__name__") == "torch._dynamo.external_utils":
+            fn = fn.__wrapped__  # the frame that torch.compile puts around a callable object
+        elif getattr(fn, "_torchdynamo_wrapper_id", None) in (None, id(fn)):  # else a copied attribute
+            fn = getattr(fn, "_torchdynamo_orig_callable", None)
+        else:
+            fn = None
+    return fn
+
+
+def _inside(fn: Callable) -> Callable | None:
+    """What one layer of wrapping is around; None if `fn` wraps nothing."""
+    if isinstance(fn, functools.partial):
+        return fn.func
+    if isinstance(fn, types.MethodType):
+        return fn.__self__ if isinstance(fn.__self__, nn.Module) else fn.__func__
+    return getattr(fn, "__wrapped__", None)
+
+
+def _bare(model: nn.Module) -> nn.Module:
+    """The user's own module inside `torch.compile` and data-parallel wrappers, whose paths people know."""
+    while True:
+        if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            model = model.module
+        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
+            model = model._orig_mod
+        else:
+            return model
+
+
+def _extend(names: tuple[str, ...], name: str | None) -> tuple[str, ...]:
+    if name is None:
+        return names
+    if name in names:
+        raise ValueError(_clash(name))
+    return (*names, name)
+
+
+def _clash(name: str) -> str:
+    return (
+        f"obs[{name!r}] is written twice: the wrapped function observes {name!r} already. "
+        "Apply each observing transform once, or rename that entry of your own aux"
+    )
+
+
+def _name(fn: Callable) -> str:
+    return getattr(fn, "__name__", type(fn).__name__)
