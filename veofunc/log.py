@@ -6,7 +6,6 @@ figures. `several(...)` makes one sink of many.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
@@ -93,7 +92,8 @@ def wandb(run: Any = None, **init: Any) -> Sink:
     Raises:
         ValueError: both a run and arguments for one.
     """
-    import wandb as wb  # slow to import
+    import matplotlib.pyplot  # noqa: F401  # wandb.Image looks for it, and both are slow to import
+    import wandb as wb
 
     if run is not None and init:
         raise ValueError(f"pass a run or arguments for wandb.init, not both; got run and {list(init)}")
@@ -148,15 +148,11 @@ def _cut_after(path: Path, step: int) -> None:
 
 
 def _wandb_reachable(wb: Any) -> bool:
-    """Whether there is a key, and a server that answers."""
-    if not wb.api.api_key:
+    """Whether the server answers and there is a key for it."""
+    url = urlparse(wb.setup().settings.base_url)
+    port = url.port or (443 if url.scheme == "https" else 80)
+    try:
+        socket.create_connection((url.hostname, port), timeout=3).close()
+    except OSError:
         return False
-    url = urlparse(wb.api.settings("base_url"))
-    with (
-        contextlib.suppress(OSError),
-        socket.create_connection(
-            (url.hostname, url.port or (443 if url.scheme == "https" else 80)), timeout=3
-        ),
-    ):
-        return True
-    return False
+    return wb.login(prompt=False)

@@ -14,8 +14,8 @@ __all__ = ["load_rng_state", "rng_state"]
 
 
 def rng_state() -> TensorDict:
-    """The states from which torch (CPU, every CUDA device), numpy and Python draw; nothing is drawn."""
-    _, words, position, has_gauss, gauss = np.random.get_state()
+    """The random states of torch (CPU, all CUDA devices), numpy and Python; nothing is drawn."""
+    numpy = np.random.get_state(legacy=False)
     _, python_words, python_gauss = random.getstate()
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     return TensorDict(
@@ -23,13 +23,16 @@ def rng_state() -> TensorDict:
             "torch": torch.get_rng_state(),
             "cuda": TensorDict({str(index): value for index, value in enumerate(cuda)}),
             "numpy": {
-                "words": torch.from_numpy(words.astype(np.int64)),
-                "position": torch.tensor([position, has_gauss]),
-                "gauss": torch.tensor(gauss, dtype=torch.float64),
+                "words": torch.from_numpy(numpy["state"]["key"].astype(np.int64)),
+                "position": torch.tensor(numpy["state"]["pos"]),
+                "has_gauss": torch.tensor(numpy["has_gauss"]),
+                "gauss": torch.tensor(numpy["gauss"], dtype=torch.float64),
             },
             "python": {
                 "words": torch.tensor(python_words),
-                "gauss": torch.tensor(nan if python_gauss is None else python_gauss).double(),
+                "gauss": torch.tensor(
+                    nan if python_gauss is None else python_gauss, dtype=torch.float64
+                ),
             },
         }
     )
@@ -48,9 +51,16 @@ def load_rng_state(saved: TensorDictBase) -> None:
         else:
             text = f"there is no CUDA device {index} to set the random state of"
             warnings.warn(text, RuntimeWarning, stacklevel=3)
-    words = saved["numpy", "words"].numpy().astype(np.uint32)
-    position, has_gauss = saved["numpy", "position"].tolist()
-    np.random.set_state(("MT19937", words, position, has_gauss, saved["numpy", "gauss"].item()))
+    numpy = saved["numpy"]
+    words = numpy["words"].numpy().astype(np.uint32)
+    np.random.set_state(
+        {
+            "bit_generator": "MT19937",
+            "state": {"key": words, "pos": numpy["position"].item()},
+            "has_gauss": numpy["has_gauss"].item(),
+            "gauss": numpy["gauss"].item(),
+        }
+    )
     gauss = saved["python", "gauss"].item()
-    python_words = tuple(saved["python", "words"].tolist())
-    random.setstate((3, python_words, None if isnan(gauss) else gauss))
+    words = tuple(saved["python", "words"].tolist())
+    random.setstate((3, words, None if isnan(gauss) else gauss))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
-from itertools import zip_longest
 from typing import Any
 
 from tensordict import NonTensorData, TensorDict, TensorDictBase
@@ -29,17 +28,16 @@ def train_state(
     rng: bool = True,
     **extra: Any,
 ) -> TensorDict:
-    """The whole training state as one TensorDict, by fully qualified names; nothing is copied or changed.
+    """The whole training state as one TensorDict, by fully qualified names.
 
-    Its tensors are those of the model and the optimizer: a step changes them. `Checkpointer.save`
-        copies them;
-    `.clone()` does, too. Optimizer state that is made at the first step is absent before it.
+    Nothing is copied or changed: its tensors are those of the model and the optimizer, and change
+    with them. `Checkpointer.save` copies them; `.clone()` does, too. What the optimizer makes at
+    its first step is absent before it.
 
     Args:
-        model: sharded parameters (FSDP2) are DTensors in the state, tied ones appear under each
-            name.
+        model: its sharded parameters (FSDP2) are DTensors; tied ones appear under each name.
         optimizer: over parameters of `model`.
-        scheduler: its state must be JSON, tuples aside.
+        scheduler: its state must be JSON, but for tuples and keys that are ints.
         rng: whether to take the random states of torch on the CPU and all CUDA devices, numpy and
             Python.
         extra: tensors, TensorDicts, JSON values or a `Window`, under names of your choice.
@@ -78,11 +76,11 @@ def load_train_state(
     *,
     scheduler: LRScheduler | None = None,
 ) -> None:
-    """Copy `state` into the model and, if given, the optimizer and the scheduler; set the random states, if it has any.
+    """Copy `state` into the model and, if given, the optimizer and the scheduler.
 
-    The next steps are bit-equal to those of a run that was never stopped. Everything is compared
-    before anything is changed. Whole tensors are split for parameters that are DTensors. `state` is
-    not aliased.
+    Random states are set if it has any. The next steps are bit-equal to those of a run that was
+    never stopped. All names, shapes and dtypes are compared before anything is changed. Whole
+    tensors are split for parameters that are DTensors. `state` is not aliased.
 
     Args:
         state: as `train_state` makes it and `Checkpointer.restore` gives it; its other sections are
@@ -138,7 +136,7 @@ def _load_model(saved: TensorDictBase, model: nn.Module) -> None:
 
 
 def _optimizer_state(model: nn.Module, optimizer: Optimizer) -> TensorDict:
-    names = _names(model, optimizer)
+    names = list(_names(model, optimizer).values())
     packed = optimizer.state_dict()
     state = {
         names[index]: {
@@ -156,18 +154,20 @@ def _optimizer_state(model: nn.Module, optimizer: Optimizer) -> TensorDict:
 
 
 def _optimizer_problems(
-    state: TensorDictBase, model: nn.Module, optimizer: Optimizer
+    saved: TensorDictBase | None, model: nn.Module, optimizer: Optimizer
 ) -> Iterator[str]:
-    if "optimizer" not in state.keys():
+    if saved is None:
         yield "optimizer: missing, it was not saved"
         return
-    names = iter(_names(model, optimizer))
-    here = [{next(names) for _ in group["params"]} for group in optimizer.param_groups]
-    pairs = zip_longest(saved["param_groups"], here, fillvalue={})
-    for index, (group, names_here) in enumerate(pairs):
-        where, names_there = f"optimizer.param_groups.{index}", set(group.get("params", ()))
-        yield from (f"{where}: missing {name}" for name in sorted(names_here - names_there))
-        yield from (f"{where}: unexpected {name}" for name in sorted(names_there - names_here))
+    names = _names(model, optimizer)
+    here = [{names[parameter] for parameter in group["params"]} for group in optimizer.param_groups]
+    groups = saved["param_groups"]
+    if len(groups) != len(here):
+        yield f"optimizer.param_groups: must be {len(here)} groups, is {len(groups)}"
+    for index, (group, wanted) in enumerate(zip(groups, here, strict=False)):
+        where, there = f"optimizer.param_groups.{index}", set(group["params"])
+        yield from (f"{where}: missing {name}" for name in sorted(wanted - there))
+        yield from (f"{where}: unexpected {name}" for name in sorted(there - wanted))
         options = sorted(optimizer.defaults.keys() - group.keys())
         yield from (f"{where}: missing option {option}" for option in options)
 
@@ -176,14 +176,13 @@ def _load_optimizer(saved: TensorDictBase, model: nn.Module, optimizer: Optimize
     groups = _in_form_of(optimizer.state_dict()["param_groups"], saved["param_groups"])
     # The state is set below: this call would cast it to the dtype of the parameters.
     optimizer.load_state_dict({"state": {}, "param_groups": groups})
-    names = iter(_names(model, optimizer))
+    names = _names(model, optimizer)
     for group in optimizer.param_groups:
-        for parameter, name in zip(group["params"], names, strict=False):
-            values = saved["state"].get(name, None)
-            if values is not None:
-                optimizer.state[parameter] = {
-                    key: _state_value(key, value, parameter, group) for key, value in values.items()
-                }
+        for parameter in group["params"]:
+            values = saved["state"].get(names[parameter], TensorDict())
+            state = {k: _state_value(k, v, parameter, group) for k, v in values.items()}
+            if state:
+                optimizer.state[parameter] = state
 
 
 def _state_value(key: str, value: Any, parameter: Tensor, group: Mapping[str, Any]) -> Any:
@@ -196,18 +195,19 @@ def _state_value(key: str, value: Any, parameter: Tensor, group: Mapping[str, An
     return _placed(value, parameter) if value.shape == parameter.shape else value
 
 
-def _names(model: nn.Module, optimizer: Optimizer) -> list[str]:
-    """Fully qualified names of the optimizer's parameters, in the order in which its state numbers them."""
-    names: dict[int, str] = {}
+def _names(model: nn.Module, optimizer: Optimizer) -> dict[Tensor, str]:
+    """Fully qualified names of the optimizer's parameters, in the order of its numbers."""
+    names: dict[Tensor, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), name)
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    foreign = [list(p.shape) for p in parameters if id(p) not in names]
+        names.setdefault(parameter, name)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    foreign = [list(parameter.shape) for parameter in parameters if parameter not in names]
     if foreign:
         raise ValueError(
-            f"every parameter of the optimizer must be one of the model; it has others, of shapes {foreign}"
+            "every parameter of the optimizer must be one of the model; "
+            f"it has others, of shapes {foreign}"
         )
-    return [names[id(p)] for p in parameters]
+    return {parameter: names[parameter] for parameter in parameters}
 
 
 def _scheduler_problems(saved: NonTensorData | None, scheduler: LRScheduler) -> Iterator[str]:
@@ -220,7 +220,7 @@ def _scheduler_problems(saved: NonTensorData | None, scheduler: LRScheduler) -> 
 
 
 def _leaf(value: Any, where: str) -> Any:
-    """`value` as an entry of a TensorDict: tensors detached, JSON wrapped, a window by its fields."""
+    """`value` for a TensorDict: tensors detached, JSON wrapped, a window as its fields."""
     if isinstance(value, Tensor | TensorDictBase):
         return value.detach()
     if isinstance(value, Window):
@@ -230,7 +230,7 @@ def _leaf(value: Any, where: str) -> Any:
 
 
 def _storable(value: Any, where: str) -> Json:
-    """`value` as JSON, with tuples as lists and ints as keys written out; `_in_form_of` is the way back."""
+    """`value` as JSON: tuples become lists, int keys strings; `_in_form_of` is the way back."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, list | tuple):
@@ -244,6 +244,8 @@ def _storable(value: Any, where: str) -> Json:
 
 def _in_form_of(template: Any, value: Any) -> Any:
     """`value` with the tuples, and the keys that are ints, of `template`."""
+    if not isinstance(value, list | dict):
+        return value
     if isinstance(template, list | tuple) and len(template) == len(value):
         return type(template)(map(_in_form_of, template, value))
     if isinstance(template, dict):
@@ -276,8 +278,6 @@ def _by_name(state: TensorDictBase) -> dict[str, str]:
     """Dtype and shape of all leaves, in words."""
     leaves = state.items(include_nested=True, leaves_only=True)
     return {
-        ".".join(key)
-        if isinstance(key, tuple)
-        else key: f"{value.dtype} of shape {list(value.shape)}"
-        for key, value in leaves
+        key if isinstance(key, str) else ".".join(key): f"{leaf.dtype}{list(leaf.shape)}"
+        for key, leaf in leaves
     }

@@ -162,7 +162,7 @@ def module_hooks(
     thread = threading.get_ident()
 
     def elsewhere() -> bool:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():  # then neither the thread nor the engine can be asked
             return False
         return threading.get_ident() != thread or torch._C._current_graph_task_id() != -1
 

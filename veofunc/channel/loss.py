@@ -146,7 +146,8 @@ def _channel_names(channels: int | tuple[str, ...]) -> tuple[str, ...]:
         if channels < 1:
             raise ValueError(f"channels must be at least 1, got {channels}")
         return tuple(map(str, range(channels)))
-    if isinstance(channels, str) or not all(isinstance(name, str) and name for name in channels):
+    sequence = isinstance(channels, tuple | list)
+    if not sequence or not all(isinstance(name, str) and name for name in channels):
         raise TypeError(f"channels must be a tuple of non-empty names or a number, got {channels!r}")
     names = tuple(channels)
     if not names or len(set(names)) < len(names):
@@ -206,5 +207,7 @@ def _per_token(channel: Tensor, labels: Tensor) -> Tensor:
 
 def _reduce(token_loss: Tensor, labels: Tensor, reduction: str, ignore_index: int) -> Tensor:
     counted = labels != ignore_index
-    total = torch.where(counted, token_loss, 0).sum()
-    return total if reduction == "sum" else total / counted.sum()
+    wide = torch.promote_types(token_loss.dtype, torch.float32)  # a sum may not fit where its mean does
+    total = torch.where(counted, token_loss, 0).sum(dtype=wide)
+    loss = total if reduction == "sum" else total / counted.sum()
+    return loss.to(token_loss.dtype)

@@ -71,7 +71,8 @@ def channel_ids(
     if mask is not None:
         _check_shape("mask", mask, documents)
         documents = torch.where(mask.bool(), documents, -1)
-    return torch.where(documents >= 0, source.long()[documents.clamp(min=0)], -1)
+    nobody = source.new_full((1,), -1, dtype=torch.int64)
+    return torch.cat([source.long(), nobody])[documents.clamp(min=-1)]  # index -1 is the last
 
 
 def document_ids(position_ids: Tensor) -> Tensor:

@@ -200,7 +200,7 @@ class Checkpointer:
     def restore(
         self, like: TensorDictBase, step: int | None = None, *, strict: bool = True
     ) -> TensorDict:
-        """A new state with the values of `step`, verified; `like` is not changed, and shares nothing with it.
+        """A new state with the values of `step`, verified; it shares nothing with `like`.
 
         A pending save is waited for first. Each tensor comes on the device, and with the
         placements, that it has in `like`: sharded tensors are resharded. What `like` lacks as a
@@ -291,7 +291,7 @@ class Checkpointer:
         return path
 
     def _remove_older(self, saved: int) -> None:
-        """Remove the oldest complete steps beyond `keep_last`; never the one just saved, nor the newest."""
+        """Remove the oldest complete steps beyond `keep_last`, but not the one just saved."""
         if self._keep_last is None:
             return
         for step in self.steps()[: -self._keep_last]:

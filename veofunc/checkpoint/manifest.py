@@ -1,4 +1,4 @@
-"""What makes a directory a complete step: the manifest, written last, and the rename that shows it."""
+"""What makes a directory a complete step: a manifest, and the rename that shows it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -117,7 +117,7 @@ def step_numbers(directory: Path) -> list[int]:
 
 
 def damage(path: Path) -> str:
-    """Why the step at `path` is not complete, as far as manifest and file sizes tell; empty if it is."""
+    """Why the step at `path` is not complete, by manifest and file sizes; empty if it is."""
     try:
         read_complete(path)
     except CheckpointError as error:
@@ -131,7 +131,7 @@ def read_complete(path: Path) -> Manifest:
     Raises:
         CheckpointError: naming the file and what is wrong with it.
     """
-    manifest = read_manifest(path)
+    manifest = _read(path)
     for name, record in manifest.files.items():
         _check_size(path / name, record)
     return manifest
@@ -154,31 +154,6 @@ def verify_files(path: Path, manifest: Manifest, names: Iterable[str]) -> None:
             )
 
 
-def read_manifest(path: Path) -> Manifest:
-    """The manifest of the step at `path`.
-
-    Raises:
-        CheckpointError: it is missing, damaged, of a newer format, or of another step.
-    """
-    file = path / FILENAME
-    try:
-        body = json.loads(file.read_bytes())
-    except OSError as error:
-        raise CheckpointError(f"{file}: {error.strerror}; the save was not finished") from error
-    except ValueError as error:
-        raise CheckpointError(f"{file}: is not JSON ({error})") from error
-    crc32 = body.pop("crc32", None) if isinstance(body, dict) else None
-    if crc32 != zlib.crc32(_canonical(body)):
-        raise CheckpointError(
-            f"{file}: differs from its own checksum; it changed after it was saved"
-        )
-    if body.pop("format") != FORMAT:
-        raise CheckpointError(f"{file}: was written by another veofunc, {body['versions']}")
-    if step_name(body["step"]) != path.name:
-        raise CheckpointError(f"{file}: is of step {body['step']}")
-    return _from_json(body)
-
-
 def commit(unfinished: Path, path: Path, manifest: Manifest) -> None:
     """Make the files in `unfinished` durable, then its manifest, then show it as `path`.
 
@@ -196,7 +171,7 @@ def commit(unfinished: Path, path: Path, manifest: Manifest) -> None:
 
 
 @contextmanager
-def temporary_step(directory: Path, step: int) -> Iterator[Path]:
+def temporary_step(directory: Path, step: int) -> Generator[Path]:
     """A new directory beside the steps to write `step` in; if it was not renamed, it is removed.
 
     It is locked while in use, so that `remove_abandoned` knows it from what a killed process left.
@@ -238,6 +213,24 @@ def describe_file(file: Path) -> FileRecord:
     return FileRecord(size, crc32)
 
 
+def _read(path: Path) -> Manifest:
+    file = path / FILENAME
+    try:
+        body = json.loads(file.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"{file}: {error.strerror}; the save was not finished") from error
+    except ValueError as error:
+        raise CheckpointError(f"{file}: is not JSON ({error})") from error
+    crc32 = body.pop("crc32", None) if isinstance(body, dict) else None
+    if crc32 != zlib.crc32(_canonical(body)):
+        raise CheckpointError(f"{file}: differs from its checksum; it changed after it was saved")
+    if body.pop("format") != FORMAT:
+        raise CheckpointError(f"{file}: was written by another veofunc, {body['versions']}")
+    if step_name(body["step"]) != path.name:
+        raise CheckpointError(f"{file}: is of step {body['step']}")
+    return _from_json(body)
+
+
 def _check_size(file: Path, record: FileRecord) -> None:
     try:
         size = file.stat().st_size
@@ -262,12 +255,18 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
 
 
 def _from_json(body: dict[str, Any]) -> Manifest:
-    files = {name: FileRecord(**record) for name, record in body.pop("files").items()}
-    entries = tuple(
-        Entry(**{**entry, "path": tuple(entry["path"]), "shape": tuple(entry.get("shape", ()))})
-        for entry in body.pop("entries")
+    def entry(fields: dict[str, Any]) -> Entry:
+        shape = tuple(fields.pop("shape", ()))
+        return Entry(tuple(fields.pop("path")), shape=shape, **fields)
+
+    return Manifest(
+        body["step"],
+        body["world_size"],
+        tuple(body["slots"]),
+        body["versions"],
+        {name: FileRecord(**record) for name, record in body["files"].items()},
+        tuple(map(entry, body["entries"])),
     )
-    return Manifest(**{**body, "slots": tuple(body["slots"])}, files=files, entries=entries)
 
 
 def _is_abandoned(path: Path) -> bool:

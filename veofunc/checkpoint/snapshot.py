@@ -1,4 +1,4 @@
-"""A state as flat leaves: its copy in host memory, and what a saved one and one to restore have in common."""
+"""A state as flat leaves: copied to host memory, described, compared with a saved one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
-from tensordict import NonTensorData, TensorDict, TensorDictBase, is_non_tensor
+from tensordict import TensorDict, TensorDictBase, is_non_tensor
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -57,8 +57,10 @@ def unflatten(leaves: Mapping[TreePath, Leaf]) -> TensorDict:
     for path, leaf in sorted(leaves.items(), key=lambda item: not isinstance(item[1], Empty)):
         if isinstance(leaf, Empty):
             state.set(path, TensorDict())
+        elif isinstance(leaf, Tensor):
+            state.set(path, leaf)
         else:
-            state.set(path, leaf if isinstance(leaf, Tensor) else NonTensorData(leaf))
+            state.set_non_tensor(path, leaf)
     return state
 
 
@@ -152,8 +154,8 @@ def to_json(value: Any, where: str) -> Json:
     if isinstance(value, dict) and all(isinstance(name, str) for name in value):
         return {name: to_json(item, f"{where}.{name}") for name, item in value.items()}
     raise TypeError(
-        f"{where} must be a tensor, a TensorDict or JSON (None, bool, int, float, str, list, dict with str "
-        f"keys), got {type(value).__name__}: {value!r:.80}"
+        f"{where} must be a tensor, a TensorDict or JSON (None, bool, int, float, str, list, dict "
+        f"with str keys), got {type(value).__name__}: {value!r:.80}"
     )
 
 

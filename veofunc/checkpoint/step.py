@@ -1,4 +1,7 @@
-"""One step on disk, in the format of torch.distributed.checkpoint: all ranks write it, and read it, together."""
+"""One step on disk, which all ranks write, and read, together.
+
+The files are those of torch.distributed.checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,7 @@ T = TypeVar("T")
 def write_step(
     directory: Path, step: int, staged: Mapping[TreePath, Leaf] | Exception, ranks: Ranks
 ) -> Path:
-    """Write the staged leaves of all ranks as `step` of `directory`. A collective: every rank calls it.
+    """Write the staged leaves of all ranks as `step` of `directory`. A collective.
 
     Args:
         directory: where the steps are.
@@ -87,7 +90,7 @@ def write_step(
 def read_step(
     path: Path, like: Mapping[TreePath, Leaf], ranks: Ranks, *, strict: bool
 ) -> dict[TreePath, Leaf]:
-    """Verify the step at `path` and read what belongs into a state like `like`, in new tensors. A collective.
+    """Verify the step at `path` and read what a state like `like` has of it. A collective.
 
     A tensor that `like` has comes on the same device and with the same placements; another one
     whole, on the CPU.
@@ -99,8 +102,8 @@ def read_step(
     manifest = ranks.each("verifying", lambda: _verify_share(path, ranks))
     if manifest.world_size != ranks.size and any(e.rank is not None for e in manifest.entries):
         warnings.warn(
-            f"{path} was saved by {manifest.world_size} ranks and is restored on {ranks.size}: what differs "
-            f"from rank to rank ({', '.join(RANK_SECTIONS)}) comes back only where the same rank saved it",
+            f"{path} was saved by {manifest.world_size} ranks and is restored on {ranks.size}: "
+            f"{' and '.join(RANK_SECTIONS)} come back only on ranks that saved theirs",
             RuntimeWarning,
             stacklevel=3,
         )
@@ -115,7 +118,7 @@ def read_step(
 def _agree(
     step: int, staged: Mapping[TreePath, Leaf] | Exception, ranks: Ranks
 ) -> tuple[list[Entry], list[Entry]]:
-    """The entries of this rank, and those of all ranks, which must save the same step and structure."""
+    """The entries of this rank, and those of all, which must save the same structure."""
 
     def describe_own() -> list[Entry]:
         if isinstance(staged, Exception):
@@ -134,14 +137,14 @@ def _agree(
         differing = sorted(name for name in names if expected.get(name) != seen.get(name))
         if differing:
             raise CheckpointError(
-                f"rank {rank} saves something else than rank 0, it differs in {', '.join(differing)}; "
+                f"rank {rank} saves something else than rank 0: {', '.join(differing)}; "
                 "all ranks must save the same step, structure and JSON values"
             )
     return own, shared + [entry for _, entries in reports for entry in entries]
 
 
 def _write_slot(directory: Path, tensors: dict[str, Tensor], ranks: Ranks) -> dict[str, FileRecord]:
-    """Write `tensors` of all ranks into `directory` and sync the files. A collective: every rank calls it.
+    """Write `tensors` of all ranks into `directory` and sync the files. A collective.
 
     These are the steps of `dcp.save`, which looks up the default process group on the way and takes
     a process whose group is gone for the only one.
@@ -151,9 +154,7 @@ def _write_slot(directory: Path, tensors: dict[str, Tensor], ranks: Ranks) -> di
     """
     is_first = ranks.rank == 0
     planner = DefaultSavePlanner()
-    writer = FileSystemWriter(
-        directory, thread_count=1
-    )  # with more threads, errors in them are lost
+    writer = FileSystemWriter(directory, thread_count=1)  # errors in further threads are lost
 
     def plan_own():
         planner.set_up_planner(tensors, is_coordinator=is_first)
@@ -240,7 +241,7 @@ class Ranks:
             self.rank, self.size = members.index(dist.get_rank()), len(members)
 
     def each(self, doing: str, work: Callable[[], T]) -> T:
-        """What `work` gives on this rank, once it succeeded on all. A collective: every rank calls it.
+        """What `work` gives on this rank, once it succeeded on all ranks, which all call this.
 
         Raises:
             CheckpointError: on every rank, if `work` raised on any; names rank, `doing` and cause.
@@ -257,11 +258,11 @@ class Ranks:
         return cast(T, value)
 
     def gather(self, doing: str, work: Callable[[], T]) -> list[T]:
-        """What `work` gives on every rank, in the order of ranks. A collective, and raises, as `each`."""
+        """What `work` gives on every rank, in their order; otherwise as `each`."""
         return self._all_gather(self.each(doing, work))
 
     def first(self, doing: str, work: Callable[[], T]) -> T:
-        """What `work` gives on rank 0, which alone does it. A collective, and raises, as `each`."""
+        """What `work` gives on rank 0, which alone does it; otherwise as `each`."""
         return cast(T, self.gather(doing, lambda: work() if self.rank == 0 else None)[0])
 
     def _all_gather(self, value: Any) -> list[Any]:

@@ -46,10 +46,12 @@ class Ledger:
     def snapshot(self) -> TensorDict:
         """`count` and `bytes`, each with one int64 per event; `wait_seconds`, float64."""
         with self._lock:
+            count, nbytes, wait_seconds = dict(self._count), dict(self._bytes), self._wait_seconds
+        with torch.device("cpu"):  # whatever the default device is
             return TensorDict(
                 {
-                    "count": {event: torch.tensor(n) for event, n in self._count.items()},
-                    "bytes": {event: torch.tensor(n) for event, n in self._bytes.items()},
-                    "wait_seconds": torch.tensor(self._wait_seconds, dtype=torch.float64),
+                    "count": {event: torch.tensor(n) for event, n in count.items()},
+                    "bytes": {event: torch.tensor(n) for event, n in nbytes.items()},
+                    "wait_seconds": torch.tensor(wait_seconds, dtype=torch.float64),
                 }
             )

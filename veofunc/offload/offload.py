@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from veofunc.offload.ledger import Ledger
-from veofunc.offload.policies import is_inside, nothing
+from veofunc.offload.policies import ask, is_inside, nothing
 from veofunc.offload.saved import Fate, Handle, Moved, SavedTensor
 from veofunc.offload.stores import HostStore, Layout, Store
 from veofunc.transform import Transformed, find_model, module_hooks
@@ -37,7 +37,7 @@ def offload(
     moved; a tensor saved several times is moved once; nothing that the user can see is emptied. A saved
     tensor that is changed in place makes backward raise, as without hooks. `fn` may run its own
     `torch.utils.checkpoint`: then the inputs of each checkpointed region are governed here, and what it
-    recomputes in backward is not.
+    recomputes in backward is not. To compile, compile inside: `offload(torch.compile(fn), policy)`.
 
     Args:
         fn: a module or any function; what autograd saves while it runs is governed.
@@ -83,15 +83,17 @@ def offload(
     paths = {} if model is None else {module: path for path, module in model.named_modules()}
     warned = False
 
+    @torch.compiler.disable  # saved-tensor hooks run in Python; compile fn, inside
     def call(*args, **kwargs):
         nonlocal warned
-        _refuse_under_torch_func(fn)
+        if torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None:
+            raise RuntimeError(_under_torch_func(fn))
         packer = _Packer(policy, store, keep, model, paths, ledger)
         with packer.active():
             out = fn(*args, **kwargs)
         if not warned and policy is not nothing and packer.idle:
             warned = True
-            warnings.warn(packer.why_idle(), stacklevel=3)
+            warnings.warn(packer.why_idle(), stacklevel=4)
         return out
 
     return Transformed("offload", fn, call, model=model, exposes={"stats": lambda: ledger.snapshot})
@@ -104,7 +106,6 @@ class _Packer:
         self.policy, self.store, self.keep, self.ledger = policy, store, keep, ledger
         self.paths = paths
         self.owned = _storages_of(model)
-        self.index = itertools.count()
         self.running: list[nn.Module] = []  # the modules whose forward runs now, outermost first
         self.newest: deque[weakref.ref[Handle]] = deque()  # handles within `keep`
         self.newest_bytes = 0
@@ -117,7 +118,10 @@ class _Packer:
             module_hooks(self.paths, before=self.running.append, after=self._leave),
             saved_tensors_hooks(self.pack, Handle.restore),
         ):
-            yield
+            try:
+                yield
+            finally:
+                self.newest.clear()
 
     def pack(self, tensor: Tensor) -> Handle:
         movable = _is_movable(tensor)
@@ -128,21 +132,18 @@ class _Packer:
         self.ledger.add("kept", nbytes)
         self.num_packed += 1
         if movable and not _is_parameter(tensor, self.owned) and self._wants(tensor, nbytes):
-            self.newest.append(weakref.ref(handle))
-            self.newest_bytes += nbytes
+            self._hold(handle)
             self._move_oldest()
         return handle
 
     def _wants(self, tensor: Tensor, nbytes: int) -> bool:
         """Whether the policy offloads `tensor` and the store takes it."""
-        fate = self.policy(self._describe(tensor, nbytes))
+        fate = ask(self.policy, self._describe(tensor, nbytes))
         if fate is Fate.RECOMPUTE:
             raise ValueError(
                 f"policy {self.policy!r} returned RECOMPUTE, but offload only keeps or offloads; "
                 "recompute a block with torch.utils.checkpoint inside fn"
             )
-        if not isinstance(fate, Fate):
-            raise TypeError(f"policy {self.policy!r} must return a veofunc.Fate, got {fate!r}")
         if fate is Fate.KEEP:
             return False
         self.num_offload += 1
@@ -158,7 +159,7 @@ class _Packer:
             dtype=tensor.dtype,
             device=tensor.device,
             nbytes=nbytes,
-            index=next(self.index),
+            index=self.num_packed - 1,
         )
 
     def _leave(self, module: nn.Module, output) -> None:
@@ -166,10 +167,19 @@ class _Packer:
         while self.running and self.running.pop() is not module:
             pass
 
+    def _hold(self, handle: Handle) -> None:
+        nbytes = handle.nbytes
+
+        def ended(_) -> None:  # while within `keep`, as its graph is gone: makes room for others
+            self.newest_bytes -= nbytes
+
+        self.newest.append(weakref.ref(handle, ended))
+        self.newest_bytes += nbytes
+
     def _move_oldest(self) -> None:
         while self.newest_bytes > self.keep:
             handle = self.newest.popleft()()
-            if handle is None:  # its graph is gone
+            if handle is None:
                 continue
             self.newest_bytes -= handle.nbytes
             if not handle.changed:  # else backward will raise, and the saved value is lost anyway
@@ -179,7 +189,6 @@ class _Packer:
         key, storage = _identity(handle.tensor), handle.tensor.untyped_storage()
         source, moved = self.known.get(key, (None, lambda: None))
         moved = moved() if source is not None and not source.expired() else None
-        self.ledger.add("kept", -handle.nbytes, count=-1)
         if moved is None:
             moved = Moved(self.store.put(handle.tensor), handle.nbytes, self.ledger)
             self.known[key] = (StorageWeakRef(storage), weakref.ref(moved))
@@ -187,6 +196,7 @@ class _Packer:
             self.num_moved += 1
         else:
             self.ledger.add("deduplicated", handle.nbytes)
+        self.ledger.add("kept", -handle.nbytes, count=-1)
         handle.move(moved)
 
     @property
@@ -209,7 +219,7 @@ class _Packer:
 def _check_options(policy, model, store, keep) -> None:
     if not callable(policy):
         raise TypeError(f"policy must be a function SavedTensor -> Fate, got {policy!r}")
-    if not isinstance(store, Store):
+    if not isinstance(store, Store) or isinstance(store, type):
         raise TypeError(f"store must have the methods of veofunc.Store (accepts, put), got {store!r}")
     if isinstance(keep, bool) or not isinstance(keep, int) or keep < 0:
         raise ValueError(f"keep must be an int >= 0 (bytes), got {keep!r}")
@@ -224,13 +234,12 @@ def _check_options(policy, model, store, keep) -> None:
             )
 
 
-def _refuse_under_torch_func(fn: Callable) -> None:
-    if torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None:
-        raise RuntimeError(
-            f"offload({getattr(fn, '__name__', type(fn).__name__)}) cannot run inside torch.func.grad, "
-            "vjp or jacrev: PyTorch forbids saved-tensor hooks there. Use veofunc.grad or "
-            "veofunc.grad_and_value, which have the same signatures and allow them"
-        )
+def _under_torch_func(fn: Callable) -> str:
+    return (
+        f"offload({getattr(fn, '__name__', type(fn).__name__)}) cannot run inside torch.func.grad, vjp or "
+        "jacrev: PyTorch forbids saved-tensor hooks there. Use veofunc.grad or veofunc.grad_and_value, "
+        "which have the same signatures and allow them"
+    )
 
 
 def _storages_of(model: nn.Module | None) -> set[int]:
@@ -243,11 +252,12 @@ def _storages_of(model: nn.Module | None) -> set[int]:
 def _is_movable(tensor: Tensor) -> bool:
     """Whether `tensor` is a plain strided tensor with elements of its own.
 
-    Subclasses, sparse and quantised tensors and those of a running `vmap` are kept as they are.
+    Subclasses, sparse, nested and quantised tensors and those of a running `vmap` are kept as they are.
     """
     return (
         type(tensor) in (Tensor, nn.Parameter)
         and tensor.layout is torch.strided
+        and not tensor.is_nested
         and not tensor.is_quantized
         and tensor.device.type != "meta"
         and tensor.numel() > 0

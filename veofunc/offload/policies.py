@@ -116,7 +116,7 @@ def any_of(*policies: Callable[[SavedTensor], Fate]) -> Policy:
     return _combination(
         "any_of",
         policies,
-        lambda saved: Fate.OFFLOAD if any(p(saved) is Fate.OFFLOAD for p in policies) else Fate.KEEP,
+        lambda saved: Fate.OFFLOAD if any(ask(p, saved) is Fate.OFFLOAD for p in policies) else Fate.KEEP,
     )
 
 
@@ -132,7 +132,7 @@ def all_of(*policies: Callable[[SavedTensor], Fate]) -> Policy:
     return _combination(
         "all_of",
         policies,
-        lambda saved: Fate.OFFLOAD if all(p(saved) is Fate.OFFLOAD for p in policies) else Fate.KEEP,
+        lambda saved: Fate.OFFLOAD if all(ask(p, saved) is Fate.OFFLOAD for p in policies) else Fate.KEEP,
     )
 
 
@@ -147,7 +147,7 @@ def not_(policy: Callable[[SavedTensor], Fate]) -> Policy:
     return _combination(
         "not_",
         (policy,),
-        lambda saved: Fate.KEEP if policy(saved) is Fate.OFFLOAD else Fate.OFFLOAD,
+        lambda saved: Fate.KEEP if ask(policy, saved) is Fate.OFFLOAD else Fate.OFFLOAD,
     )
 
 
@@ -162,10 +162,22 @@ def first_of(*policies: Callable[[SavedTensor], Fate]) -> Policy:
     """
 
     def decide(saved: SavedTensor) -> Fate:
-        answers = (policy(saved) for policy in policies)
+        answers = (ask(policy, saved) for policy in policies)
         return next((fate for fate in answers if fate is not Fate.KEEP), Fate.KEEP)
 
     return _combination("first_of", policies, decide)
+
+
+def ask(policy: Callable[[SavedTensor], Fate], saved: SavedTensor) -> Fate:
+    """What `policy` says about `saved`.
+
+    Raises:
+        TypeError: it says something else than a `Fate`.
+    """
+    fate = policy(saved)
+    if not isinstance(fate, Fate):
+        raise TypeError(f"policy {policy!r} must return a veofunc.Fate, got {fate!r}")
+    return fate
 
 
 def is_inside(path: str, glob: str) -> bool:

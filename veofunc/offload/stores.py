@@ -62,9 +62,8 @@ class HostStore:
 class DiskStore:
     """Keeps offloaded tensors in a file in `directory`; works with and without an accelerator.
 
-    The file has no name: nothing is left behind, not after a crash either. It is made at the first use,
-    and the space of tensors that are no longer needed is used again. Writes and reads are synchronous
-    and go through the page cache.
+    The file has no name: nothing is left behind, not after a crash either. The space of tensors that
+    are no longer needed is used again. Writes and reads are synchronous and go through the page cache.
 
     Args:
         directory: an existing directory, or one that can be made, on a file system with enough room.
@@ -125,7 +124,7 @@ class Layout:
     def to_host(self, tensor: Tensor) -> Tensor:
         """A copy of the core's bytes: a uint8 vector in host memory, [nbytes]."""
         core = tensor.detach()[tuple(slice(size) for size in self.core_shape)]
-        host = torch.empty(self.core_shape, dtype=self.dtype).copy_(core)
+        host = torch.empty(self.core_shape, dtype=self.dtype, device="cpu").copy_(core)
         return host.reshape(-1).view(torch.uint8)
 
     def rebuild(self, host: Tensor) -> Tensor:
@@ -149,7 +148,7 @@ class _DiskSlot:
         self.layout, self.file, self.offset = layout, file, offset
 
     def get(self) -> Tensor:
-        content = torch.empty(self.layout.nbytes, dtype=torch.uint8)
+        content = torch.empty(self.layout.nbytes, dtype=torch.uint8, device="cpu")
         self.file.read_into(memoryview(content.numpy()), self.offset)
         return self.layout.rebuild(content)
 
@@ -158,12 +157,15 @@ class _DiskSlot:
 
 
 class _PrivateFile:
-    """A nameless file whose blocks are used again; blocks of one size are interchangeable."""
+    """A nameless file whose blocks are used again; blocks of one size are interchangeable.
+
+    When no block is in use it starts anew, so that sizes that never come again take no space for ever.
+    """
 
     def __init__(self, directory: str):
         self.directory = directory
         self.file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115
-        self.end = 0
+        self.end = self.num_used = 0
         self.free: dict[int, list[int]] = {}
         # Reentrant: a slot may die, and release its block, while its thread is in here.
         self.lock = threading.RLock()
@@ -175,6 +177,7 @@ class _PrivateFile:
             blocks = self.free.get(nbytes)
             offset = blocks.pop() if blocks else self.end
             self.end = max(self.end, offset + nbytes)
+            self.num_used += 1
         try:
             written = 0
             while written < nbytes:
@@ -190,7 +193,13 @@ class _PrivateFile:
     def read_into(self, content: memoryview, offset: int) -> None:
         done = 0
         while done < len(content):
-            count = os.preadv(self.file.fileno(), [content[done:]], offset + done)
+            try:
+                count = os.preadv(self.file.fileno(), [content[done:]], offset + done)
+            except OSError as error:
+                raise OSError(
+                    error.errno,
+                    f"cannot read {len(content)} bytes from a file in {self.directory}: {error.strerror}",
+                ) from error
             if count == 0:
                 raise OSError(f"the offload file in {self.directory} ended at {offset + done} bytes")
             done += count
@@ -198,3 +207,10 @@ class _PrivateFile:
     def release(self, offset: int, nbytes: int) -> None:
         with self.lock:
             self.free.setdefault(nbytes, []).append(offset)
+            self.num_used -= 1
+            if self.num_used == 0:
+                self.free.clear()
+                self.end = 0
+
+    def __del__(self):
+        self.file.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -78,6 +79,7 @@ def monitor_router(
     named = None if routers is None else select_routers(model, routers)
     found: tuple[tuple[Router, nn.Module], ...] | None = None
 
+    @functools.partial(torch.compiler.disable, recursive=False)  # fn may be compiled, hooks may not
     def call(*args, **kwargs):
         nonlocal found
         search = Search(model, named if found is None else _modules(found), indices)

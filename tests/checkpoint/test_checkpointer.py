@@ -1,0 +1,501 @@
+"""What a save promises, as seen from outside: whole, durable, exact, and loud when it failed."""
+
+import gc
+import logging
+import resource
+import shutil
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from tensordict import NonTensorData, TensorDict
+
+from veofunc.checkpoint import CheckpointError, async_checkpointer
+
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.complex64,
+    torch.int64,
+    torch.int8,
+    torch.uint8,
+    torch.uint16,
+    torch.bool,
+]
+
+
+def state_of(value: float, numel: int = 16, num_tensors: int = 3) -> TensorDict:
+    tensors = {f"layers.{i}": torch.full((numel,), float(value)) for i in range(num_tensors)}
+    return TensorDict({"model": TensorDict(tensors), "step": NonTensorData(value)})
+
+
+def values_of(state: TensorDict) -> set[float]:
+    return {x for tensor in state["model"].values() for x in tensor.unique().tolist()}
+
+
+def bits(tensor: torch.Tensor) -> list[int]:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).tolist()
+
+
+@contextmanager
+def files_no_larger_than(nbytes: int):
+    """Every write beyond `nbytes` of a file fails, in all threads, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def names_in(directory) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_comes_back_bit_for_bit(dtype, tmp_path):
+    raw = torch.randint(0, 2 if dtype is torch.bool else 256, (6, 4, dtype.itemsize)).byte()
+    matrix = raw.view(dtype)[..., 0]
+    tensors = {"matrix": matrix, "0-dim": matrix[0, 0], "empty": matrix[:0], "strided": matrix.T}
+    state = TensorDict({"model": TensorDict(tensors), "extra": TensorDict({"x": matrix[::2]})})
+    with async_checkpointer(state, tmp_path) as ckpt:
+        ckpt.save(state, 1)
+    restored = ckpt.restore(state)
+    for key in [("model", name) for name in tensors] + [("extra", "x")]:
+        assert restored[key].dtype == dtype
+        assert restored[key].shape == state[key].shape
+        assert bits(restored[key]) == bits(state[key])
+
+
+@pytest.mark.parametrize("value", [None, True, 3, 0.1, float("inf"), "ä", [1, [2.5, "x"]], {"a": {}}])
+def test_json_values_come_back_as_they_were(value, tmp_path):
+    state = TensorDict({"a": {"b": NonTensorData(value)}})
+    with async_checkpointer(state, tmp_path) as ckpt:
+        ckpt.save(state, 1)
+    restored = ckpt.restore(state)["a", "b"]
+    assert restored == value
+    assert type(restored) is type(value)
+
+
+def test_step_zero_is_a_step(tmp_path):
+    with async_checkpointer(state_of(0), tmp_path) as ckpt:
+        assert ckpt.latest() is None
+        assert ckpt.save(state_of(0), 0).result() == tmp_path / "step_0"
+        assert ckpt.latest() == 0
+        assert ckpt.restore(state_of(1), 0)["step"] == 0
+
+
+def test_steps_are_ordered_by_number(tmp_path):
+    with async_checkpointer(state_of(0), tmp_path) as ckpt:
+        for step in (10, 9, 100):
+            ckpt.save(state_of(step), step)
+    assert ckpt.steps() == (9, 10, 100)
+    assert ckpt.latest() == 100
+
+
+def test_names_that_only_look_like_steps_are_ignored(tmp_path):
+    with async_checkpointer(state_of(0), tmp_path) as ckpt:
+        ckpt.save(state_of(3), 3)
+    for name in ("step_09", "step_9.tmp", "step_-1", "xstep_9", "step_9-backup", "step_"):
+        shutil.copytree(tmp_path / "step_3", tmp_path / name)
+    assert ckpt.steps() == (3,)
+    assert ckpt.latest() == 3
+
+
+def test_a_directory_may_be_moved_but_a_step_not_renamed(tmp_path):
+    with async_checkpointer(state_of(0), tmp_path / "a") as ckpt:
+        ckpt.save(state_of(3), 3)
+    shutil.move(tmp_path / "a", tmp_path / "b")
+    moved = async_checkpointer(state_of(0), tmp_path / "b")
+    assert values_of(moved.restore(state_of(0))) == {3}
+    shutil.move(tmp_path / "b" / "step_3", tmp_path / "b" / "step_4")
+    with pytest.raises(CheckpointError, match="is of step 3"):
+        moved.verify(4)
+
+
+def test_plain_dcp_load_reads_the_model_by_its_names(tmp_path):
+    with async_checkpointer(state_of(0), tmp_path) as ckpt:
+        path = ckpt.save(state_of(5), 5).result()
+    target = {name: torch.zeros(16) for name in state_of(0)["model"].keys()}
+    with pytest.warns(UserWarning, match="single process"):  # torch says so without a process group
+        dcp.load(target, checkpoint_id=path / "model")
+    assert {x for tensor in target.values() for x in tensor.tolist()} == {5}
+    assert not (path / "optimizer").exists()
+
+
+def test_saves_that_overlap_with_changes_hold_one_step_each(tmp_path):
+    state = state_of(0, numel=1 << 18, num_tensors=8)
+    with async_checkpointer(state, tmp_path) as ckpt:
+        for step in range(12):
+            for tensor in state["model"].values():
+                tensor.fill_(step)
+            ckpt.save(state, step).wait_staged()
+            for tensor in state["model"].values():
+                tensor.fill_(-1)
+    for step in range(12):
+        assert values_of(ckpt.restore(state, step)) == {step}
+
+
+def test_json_may_change_right_after_save(tmp_path):
+    history = [1]
+    state = TensorDict({"history": NonTensorData(history)})
+    with async_checkpointer(state, tmp_path) as ckpt:
+        ckpt.save(state, 1)
+        history.append(2)
+    assert ckpt.restore(state)["history"] == [1]
+
+
+def test_leaves_that_the_template_lacked_or_had_in_other_shapes_are_saved(tmp_path):
+    with async_checkpointer(state_of(0), tmp_path) as ckpt:
+        ckpt.save(state_of(1, numel=5, num_tensors=6), 1)
+        ckpt.save(state_of(2), 2)
+    assert ckpt.restore(state_of(0, numel=5, num_tensors=6), 1)["model", "layers.5"].tolist() == [1] * 5
+    assert values_of(ckpt.restore(state_of(0), 2)) == {2}
+
+
+def test_the_state_and_the_one_to_restore_are_never_changed_or_aliased(tmp_path):
+    state, like = state_of(1), state_of(7)
+    with async_checkpointer(state, tmp_path) as ckpt:
+        ckpt.save(state, 1)
+        restored = ckpt.restore(like)
+        again = ckpt.restore(like)
+    restored["model", "layers.0"].fill_(9)
+    assert values_of(state) == {1}
+    assert values_of(like) == {7}
+    assert values_of(again) == {1}
+
+
+def test_restore_waits_for_the_pending_save(tmp_path):
+    big = state_of(1, numel=1 << 20)
+    with async_checkpointer(big, tmp_path) as ckpt:
+        ckpt.save(big, 1)
+        assert ckpt.restore(big)["step"] == 1
+
+
+def test_what_the_state_lacks_as_a_whole_comes_as_it_was_saved(tmp_path):
+    saved = state_of(1)
+    saved["optimizer"] = TensorDict({"state": {"w": {"m": torch.ones(2)}}, "empty": TensorDict()})
+    with async_checkpointer(saved, tmp_path) as ckpt:
+        ckpt.save(saved, 1)
+    like = TensorDict({"model": state_of(0)["model"]})
+    assert torch.equal(ckpt.restore(like)["optimizer", "state", "w", "m"], torch.ones(2))
+    like["optimizer"] = TensorDict({"state": TensorDict(), "empty": TensorDict()})
+    restored = ckpt.restore(like)
+    assert torch.equal(restored["optimizer", "state", "w", "m"], torch.ones(2))
+    assert list(restored["optimizer", "empty"].keys()) == []
+
+
+def test_all_differences_are_listed_at_once_before_anything_is_read(tmp_path):
+    with async_checkpointer(state_of(0), tmp_path) as ckpt:
+        path = ckpt.save(state_of(1), 1).result()
+    (path / "model" / ".metadata").chmod(0)
+    model = {"layers.0": torch.zeros(3), "layers.1": torch.zeros(16).int(), "new": torch.zeros(1)}
+    like = TensorDict({"model": TensorDict(model), "step": torch.zeros(())})
+    with pytest.raises(CheckpointError) as caught:
+        ckpt.restore(like)
+    for text in (
+        "model.layers.0: saved as float32[16], in the state float32[3]",
+        "model.layers.1: saved as float32[16], in the state int32[16]",
+        "model.layers.2: unexpected",
+        "model.new: missing",
+        "step: saved as JSON, in the state float32[]",
+    ):
+        assert text in str(caught.value)
+
+
+def test_not_strict_keeps_what_was_not_saved_and_leaves_out_what_is_not_wanted(tmp_path):
+    with async_checkpointer(state_of(0), tmp_path) as ckpt:
+        ckpt.save(state_of(1), 1)
+    like = TensorDict({"model": TensorDict({"layers.0": torch.zeros(16), "new": torch.ones(2)})})
+    restored = ckpt.restore(like, strict=False)
+    assert sorted(restored["model"].keys()) == ["layers.0", "new"]
+    assert values_of(restored) == {1}
+    restored["model", "new"].zero_()
+    assert like["model", "new"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("leaf", "text"),
+    [
+        (torch.eye(2).to_sparse(), "model.x must be dense"),
+        (torch.empty(2, device="meta"), "model.x must be dense"),
+        (NonTensorData({1, 2}), "model.x must be a tensor"),
+        (NonTensorData([{"a": (1,)}]), "model.x.0.a must be a tensor"),
+        (NonTensorData({1: "a"}), "model.x must be a tensor"),
+    ],
+    ids=["sparse", "meta", "set", "tuple", "int key"],
+)
+def test_a_leaf_that_cannot_be_saved_is_named_before_anything_is_written(leaf, text, tmp_path):
+    bad = state_of(1)
+    bad["model", "x"] = leaf
+    with async_checkpointer(state_of(0), tmp_path) as ckpt:
+        with pytest.raises(TypeError, match=text):
+            ckpt.save(bad, 1)
+        assert names_in(tmp_path) == []
+        ckpt.save(state_of(1), 1)
+    with pytest.raises(TypeError, match=text):
+        async_checkpointer(bad, tmp_path)
+
+
+def test_two_leaves_of_the_same_name_on_disk_are_refused(tmp_path):
+    one = TensorDict({"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}})
+    with pytest.raises(ValueError, match="both be saved as 'a.b'"):
+        async_checkpointer(TensorDict({"model": one}), tmp_path)
+
+
+@pytest.mark.parametrize("step", [True, 1.0, "1", None])
+def test_a_step_that_is_no_int_is_refused(step, tmp_path):
+    with (
+        async_checkpointer(state_of(0), tmp_path) as ckpt,
+        pytest.raises(TypeError, match="step must be an int"),
+    ):
+        ckpt.save(state_of(0), step)
+
+
+def test_a_negative_step_is_refused(tmp_path):
+    with (
+        async_checkpointer(state_of(0), tmp_path) as ckpt,
+        pytest.raises(ValueError, match="at least 0, got -1"),
+    ):
+        ckpt.save(state_of(0), -1)
+
+
+def test_a_step_that_exists_is_not_saved_again(tmp_path):
+    with async_checkpointer(state_of(0), tmp_path) as ckpt:
+        ckpt.save(state_of(1), 1)
+        with pytest.raises(FileExistsError, match="step_1 exists"):
+            ckpt.save(state_of(2), 1)
+    assert values_of(ckpt.restore(state_of(0))) == {1}
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "text"),
+    [
+        ({"keep_last": 0}, ValueError, "keep_last must be at least 1"),
+        ({"keep_last": True}, TypeError, "keep_last must be an int"),
+        ({"keep_last": 2.0}, TypeError, "keep_last must be an int"),
+        ({"directory": __file__}, NotADirectoryError, "is a file"),
+        ({"state": {"model": torch.ones(1)}}, TypeError, "state must be a TensorDict"),
+    ],
+)
+def test_wrong_options_are_refused_at_construction(options, kind, text, tmp_path):
+    with pytest.raises(kind, match=text):
+        async_checkpointer(**{"state": state_of(0), "directory": tmp_path, **options})
+
+
+def test_keep_last_removes_the_oldest_but_never_the_one_just_saved(tmp_path):
+    with async_checkpointer(state_of(0), tmp_path, keep_last=2) as ckpt:
+        for step in (10, 20, 30):
+            ckpt.save(state_of(step), step)
+        ckpt.wait()
+        assert ckpt.steps() == (20, 30)
+        ckpt.save(state_of(5), 5).result()
+        assert ckpt.steps() == (5, 20, 30)
+        ckpt.save(state_of(40), 40)
+    assert names_in(tmp_path) == ["step_30", "step_40"]
+
+
+def test_keep_last_does_not_count_damaged_steps(tmp_path):
+    with async_checkpointer(state_of(0), tmp_path, keep_last=1) as ckpt:
+        ckpt.save(state_of(1), 1).result()
+        (tmp_path / "step_9").mkdir()
+        ckpt.save(state_of(2), 2)
+    assert ckpt.steps() == (2,)
+    assert names_in(tmp_path) == ["step_2", "step_9"]
+
+
+def test_leaves_no_thread_behind(tmp_path):
+    before = set(threading.enumerate())
+    ckpt = async_checkpointer(state_of(0), tmp_path)
+    ckpt.save(state_of(1), 1).result()
+    (thread,) = set(threading.enumerate()) - before
+    del ckpt
+    gc.collect()
+    thread.join(timeout=10)
+    assert not thread.is_alive()
+
+
+class TestFailedWrite:
+    @pytest.fixture
+    def ckpt(self, tmp_path):
+        ckpt = async_checkpointer(state_of(0), tmp_path)
+        ckpt.save(state_of(1), 1).result()
+        return ckpt
+
+    def fail(self, ckpt, step=2):
+        with files_no_larger_than(1 << 20):
+            save = ckpt.save(state_of(step, numel=1 << 20), step)
+            save._future.exception()
+        assert save.done
+        return save
+
+    def test_raises_at_result_and_names_rank_file_and_cause(self, ckpt, tmp_path):
+        save = self.fail(ckpt)
+        with pytest.raises(CheckpointError, match=r"step 2 .*rank 0.*unfinished-step_2.*model"):
+            save.result()
+        ckpt.wait()
+        assert ckpt.save(state_of(2), 2).result() == tmp_path / "step_2"
+
+    def test_raises_at_wait(self, ckpt):
+        self.fail(ckpt)
+        with pytest.raises(CheckpointError, match="step 2"):
+            ckpt.wait()
+        ckpt.save(state_of(3), 3)
+        ckpt.wait()
+
+    def test_raises_at_the_next_save_which_is_not_made(self, ckpt):
+        self.fail(ckpt)
+        with pytest.raises(CheckpointError, match="step 2"):
+            ckpt.save(state_of(3), 3)
+        ckpt.save(state_of(4), 4).result()
+        assert ckpt.steps() == (1, 4)
+
+    def test_raises_on_leaving(self, ckpt):
+        with pytest.raises(CheckpointError, match="step 2"), ckpt:
+            self.fail(ckpt)
+
+    def test_does_not_hide_the_exception_of_the_block(self, ckpt):
+        with pytest.raises(KeyError) as caught, ckpt:
+            self.fail(ckpt)
+            raise KeyError("mine")
+        (note,) = caught.value.__notes__
+        assert "step 2" in note
+
+    def test_leaves_no_file_and_earlier_steps_untouched(self, ckpt, tmp_path):
+        with pytest.raises(CheckpointError):
+            self.fail(ckpt).result()
+        assert names_in(tmp_path) == ["step_1"]
+        assert values_of(ckpt.restore(state_of(0))) == {1}
+
+    def test_is_logged_even_if_nobody_asks(self, ckpt, caplog):
+        with caplog.at_level(logging.ERROR):
+            self.fail(ckpt)
+        assert "step 2" in caplog.text
+
+    def test_raises_if_the_directory_is_gone(self, ckpt, tmp_path):
+        tmp_path.rename(aside := tmp_path.with_name("aside"))
+        tmp_path.write_text("in the way")
+        with pytest.raises(CheckpointError, match=f"NotADirectoryError.*{tmp_path}"):
+            ckpt.save(state_of(2), 2).result()
+        tmp_path.unlink()
+        aside.rename(tmp_path)
+        assert ckpt.save(state_of(2), 2).result().name == "step_2"
+
+
+class TestDamage:
+    @pytest.fixture
+    def ckpt(self, tmp_path):
+        with async_checkpointer(state_of(0), tmp_path) as ckpt:
+            ckpt.save(state_of(1), 1)
+            ckpt.save(state_of(2), 2)
+        return ckpt
+
+    def test_verify_accepts_what_is_whole(self, ckpt):
+        ckpt.verify(1)
+        ckpt.verify(2)
+
+    @pytest.mark.parametrize("name", ["model/__0_0.distcp", "model/.metadata", "manifest.json"])
+    def test_a_flipped_bit_anywhere_is_found_before_anything_is_read(self, ckpt, name, tmp_path):
+        file = tmp_path / "step_2" / name
+        content = file.read_bytes()
+        for index in range(0, len(content), max(1, len(content) // 40)):
+            file.write_bytes(content[:index] + bytes([content[index] ^ 1]) + content[index + 1 :])
+            with pytest.raises(CheckpointError, match=name):
+                ckpt.verify(2)
+            with pytest.raises(CheckpointError, match=name):
+                ckpt.restore(state_of(0), 2)
+
+    @pytest.mark.parametrize("name", ["model/__0_0.distcp", "model/.metadata", "manifest.json"])
+    @pytest.mark.parametrize("damage", ["truncated", "missing"])
+    def test_latest_skips_a_step_with_a_damaged_file_and_says_why(self, ckpt, name, damage, tmp_path):
+        file = tmp_path / "step_2" / name
+        if damage == "missing":
+            file.unlink()
+        else:
+            file.write_bytes(file.read_bytes()[:-1])
+        with pytest.warns(RuntimeWarning, match=f"step 2 is skipped.*{name}"):
+            assert ckpt.latest() == 1
+        with pytest.warns(RuntimeWarning, match="step 2 is skipped"):
+            assert values_of(ckpt.restore(state_of(0))) == {1}
+        assert ckpt.steps() == (1,)
+        with pytest.raises(CheckpointError, match=name):
+            ckpt.restore(state_of(0), 2)
+
+    def test_a_file_of_another_step_is_found(self, ckpt, tmp_path):
+        data = "model/__0_0.distcp"
+        shutil.copy(tmp_path / "step_1" / data, tmp_path / "step_2" / data)
+        with pytest.raises(CheckpointError, match="CRC-32"):
+            ckpt.restore(state_of(0))
+
+    def test_a_step_that_does_not_exist_is_named(self, ckpt, tmp_path):
+        with pytest.raises(CheckpointError, match=r"step_7; complete steps: \(1, 2\)"):
+            ckpt.restore(state_of(0), 7)
+        with pytest.raises(CheckpointError, match="no complete step"):
+            async_checkpointer(state_of(0), tmp_path / "none").restore(state_of(0))
+
+
+# Saves and is killed at a random moment, `trials` times; every trial is a fork of one process with torch loaded.
+KILLED = """
+import os, random, signal, sys, time, warnings
+import torch
+from tensordict import NonTensorData, TensorDict
+from veofunc.checkpoint import async_checkpointer
+
+directory, trials, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+state = TensorDict({"model": TensorDict({f"w{i}": torch.zeros(1 << 17) for i in range(6)})})
+
+def save_for_ever():
+    ckpt = async_checkpointer(state, directory)
+    for step in range((ckpt.latest() or 0) + 1, 1 << 30):
+        for tensor in state["model"].values():
+            tensor.fill_(step)
+        ckpt.save(state, step)
+
+def check():
+    ckpt = async_checkpointer(state, directory, keep_last=1)
+    step = ckpt.latest()
+    if step is not None:
+        ckpt.verify(step)
+        restored = ckpt.restore(state)
+        assert all((tensor == step).all() for tensor in restored["model"].values())
+    assert all(name.startswith("step_") for name in os.listdir(directory)), os.listdir(directory)
+    print(step, flush=True)
+
+def in_a_fork(work):
+    pid = os.fork()
+    if pid == 0:
+        try:
+            work()
+            os._exit(0)
+        except BaseException as error:
+            print(repr(error), file=sys.stderr, flush=True)
+            os._exit(1)
+    return pid
+
+random.seed(seed)
+for _ in range(trials):
+    pid = in_a_fork(save_for_ever)
+    time.sleep(random.uniform(0.05, 0.5))
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    _, status = os.waitpid(in_a_fork(check), 0)
+    assert status == 0
+"""
+
+
+@pytest.mark.parametrize("trials", [6, pytest.param(60, marks=pytest.mark.slow)])
+def test_killed_at_any_moment_the_newest_step_is_whole(trials, tmp_path):
+    command = [sys.executable, "-W", "error", "-c", KILLED, str(tmp_path), str(trials), "0"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+    newest = [int(line) for line in run.stdout.split() if line != "None"]
+    assert newest == sorted(newest)
+    assert len(newest) >= trials // 2

@@ -1,0 +1,243 @@
+"""The main job: what it writes, what it refuses, and that being killed changes nothing."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import data
+import pytest
+import report
+import torch
+import train
+import wandb
+from model import Config, LanguageModel
+from tensordict import TensorDict
+
+import veofunc as vf
+
+STEPS, LOG_EVERY, SAVE_EVERY = 9, 4, 3  # windows and checkpoints end at different steps
+SETTINGS = (
+    f"--steps={STEPS} --log-every={LOG_EVERY} --save-every={SAVE_EVERY} --batch-size=4 --device=cpu"
+).split()
+
+
+@pytest.fixture(autouse=True)
+def wandb_disabled(monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The directory of a run that nobody disturbed."""
+    out = tmp_path_factory.mktemp("finished") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WANDB_MODE", "offline")
+        train.main([*SETTINGS, f"--out={out}"])
+    wandb.teardown()
+    return out
+
+
+def final_state(out):
+    """All leaves of the newest checkpoint, and the metrics without those that measure time."""
+    model = LanguageModel(Config())
+    template = vf.train_state(model, torch.optim.AdamW(model.parameters()))
+    with vf.async_checkpointer(template, out / "checkpoints") as ckpt:
+        state = ckpt.restore(template)
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return state, [{k: v for k, v in line.items() if k != "tokens_per_second"} for line in lines]
+
+
+def assert_bit_equal(out, expected):
+    (state, metrics), (expected_state, expected_metrics) = final_state(out), final_state(expected)
+    assert metrics == expected_metrics
+    leaves = dict(state.items(include_nested=True, leaves_only=True))
+    expected_leaves = dict(expected_state.items(include_nested=True, leaves_only=True))
+    assert leaves.keys() == expected_leaves.keys()
+    assert sum(isinstance(leaf, torch.Tensor) for leaf in leaves.values()) > 50
+    for name, leaf in leaves.items():
+        if isinstance(leaf, torch.Tensor):
+            assert torch.equal(as_bytes(leaf), as_bytes(expected_leaves[name])), name
+        else:
+            assert leaf == expected_leaves[name], name
+
+
+def as_bytes(leaf):
+    return leaf.reshape(-1).view(torch.uint8)
+
+
+def test_logs_every_window_and_the_rest(finished):
+    lines = report.read_metrics(finished)
+    assert [line["step"] for line in lines] == [4, 8, 9]
+    for line in lines:
+        losses = [line[f"channel_loss/{name}"] for name in data.CHANNELS]
+        counts = [line[f"channel_tokens/{name}"] for name in data.CHANNELS]
+        mean = sum(a * b for a, b in zip(losses, counts, strict=True)) / sum(counts)
+        assert line["loss"] == pytest.approx(mean, rel=1e-6)
+        assert line["moe/max_vio/max"] >= 0
+
+
+def test_loss_falls_in_a_few_steps(finished):
+    first, *_, last = report.read_metrics(finished)
+    assert last["loss"] < first["loss"] - 0.5
+
+
+def test_counts_every_token_that_has_a_label_once(finished):
+    corpus = data.load_corpus()
+    expected = dict.fromkeys(data.CHANNELS, 0)
+    for step in range(1, STEPS + 1):
+        batch = data.make_batch(corpus, 0, step, batch_size=4, num_tokens=256)
+        labels, channel = batch["labels"].flatten().tolist(), batch["channel"].flatten().tolist()
+        for label, c in zip(labels, channel, strict=True):
+            expected[data.CHANNELS[c]] += label != data.IGNORE_INDEX
+    lines = report.read_metrics(finished)
+    for name in data.CHANNELS:
+        assert sum(line.get(f"channel_tokens/{name}", 0) for line in lines) == expected[name]
+
+
+def test_writes_figures_a_checkpoint_and_an_offline_wandb_run(finished):
+    for name in ("router_heatmap.png", "channel_loss.png"):
+        assert (finished / name).read_bytes().startswith(b"\x89PNG")
+    state, _ = final_state(finished)
+    assert state["step"] == STEPS
+    assert list((finished / "wandb").glob("offline-run-*"))
+
+
+def test_finished_run_started_again_prints_the_table_and_changes_nothing(finished, capsys):
+    before = {path: path.stat().st_mtime_ns for path in finished.rglob("*") if path.is_file()}
+    train.main([*SETTINGS, f"--out={finished}"])
+    printed = capsys.readouterr().out
+    assert f"has finished {STEPS} steps" in printed
+    assert all(name in printed for name in data.CHANNELS)
+    assert {path: path.stat().st_mtime_ns for path in finished.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("step", [1, 6, STEPS])
+def test_interrupted_run_goes_on_to_the_same_bits(step, finished, tmp_path, monkeypatch, capsys):
+    make_batch = data.make_batch
+
+    def interrupted(corpus, seed, at, *size):
+        if at == step:
+            raise KeyboardInterrupt
+        return make_batch(corpus, seed, at, *size)
+
+    command = [*SETTINGS, f"--out={tmp_path / 'run'}"]
+    monkeypatch.setattr(data, "make_batch", interrupted)
+    with pytest.raises(SystemExit, match="stopped; the same command goes on"):
+        train.main(command)
+    monkeypatch.setattr(data, "make_batch", make_batch)
+    train.main(command)
+    resumed = (step - 1) // SAVE_EVERY * SAVE_EVERY
+    assert (f"after step {resumed}\n" in capsys.readouterr().out) == (resumed > 0)
+    assert_bit_equal(tmp_path / "run", finished)
+
+
+def test_larger_steps_go_on_from_a_finished_run(finished, tmp_path):
+    shorter = [*SETTINGS, "--steps=5", f"--out={tmp_path / 'run'}"]
+    train.main(shorter)
+    train.main([*SETTINGS, f"--out={tmp_path / 'run'}"])
+    (state, _), (expected, _) = final_state(tmp_path / "run"), final_state(finished)
+    for name, leaf in expected["model"].items(include_nested=True, leaves_only=True):
+        assert torch.equal(state["model"][name], leaf), name
+
+
+@pytest.mark.parametrize("change", ["--seed=1", "--batch-size=2", "--log-every=5", "--threads=2"])
+def test_run_that_could_not_go_on_exactly_is_refused(change, finished):
+    with pytest.raises(SystemExit, match=r"holds a run with \w+ \w+ \(now \w+\).*another --out"):
+        train.main([*SETTINGS, f"--out={finished}", change])
+
+
+def test_no_resume_refuses_a_directory_with_a_run(finished):
+    with pytest.raises(SystemExit, match="holds a run; choose another --out"):
+        train.main([*SETTINGS, f"--out={finished}", "--no-resume"])
+
+
+def test_directory_with_something_else_is_refused_and_left_alone(tmp_path):
+    (tmp_path / "thesis.tex").write_text("mine")
+    with pytest.raises(SystemExit, match="holds something else than a run"):
+        train.main([*SETTINGS, f"--out={tmp_path}"])
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--steps=0", "must be an integer of at least 1, got '0'"),
+        ("--batch-size=many", "must be an integer of at least 1, got 'many'"),
+        ("--seed=-1", "must be an integer of at least 0, got '-1'"),
+        ("--device=abacus", "'abacus' cannot be used"),
+    ],
+)
+def test_wrong_option_is_refused_by_name(option, message, capsys):
+    with pytest.raises(SystemExit):
+        train.parse([option])
+    error = capsys.readouterr().err
+    assert f"argument {option.split('=')[0]}: {message}" in error
+
+
+def test_balance_moves_each_bias_against_the_load():
+    model = LanguageModel(Config(num_layers=2, num_experts=3))
+    loads = torch.tensor([[5, 1, 3], [0, 0, 9]])
+    obs = TensorDict({"router": {"tokens_per_expert": loads}})
+    routers = vf.find_routers(model, torch.zeros(1, 4, dtype=torch.long), torch.zeros(1, 4))
+    train.balance_(model, routers, obs)
+    rate = train.BALANCE_RATE
+    for layer, steps in enumerate(([-1, 1, 0], [1, 1, -1])):  # the mean load is 3
+        bias = model.layers[layer].moe.router.bias
+        torch.testing.assert_close(bias, torch.tensor([rate * step for step in steps]))
+
+
+KILLED_AT_STEP_7 = """
+import os, signal, sys, data, train
+
+make_batch = data.make_batch
+def killed(corpus, seed, step, *size):
+    if step == 7:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return make_batch(corpus, seed, step, *size)
+
+data.make_batch = killed
+train.main(sys.argv[1:])
+"""
+
+
+def test_killed_run_goes_on_to_the_same_bits(finished, tmp_path):
+    """SIGKILL in the middle of a window, while the checkpoint of step 6 is on its way to disk."""
+    command = [*SETTINGS, f"--out={tmp_path / 'run'}"]
+    assert start(["-c", KILLED_AT_STEP_7, *command]).wait() == -signal.SIGKILL
+    train.main(command)
+    assert_bit_equal(tmp_path / "run", finished)
+
+
+@pytest.mark.slow
+def test_ten_kills_change_nothing(tmp_path):
+    """SIGKILL at ten random moments of a process's life: imports, resume, saves and the end included."""
+    command = [train.__file__, *SETTINGS, "--steps=60"]
+    began = time.perf_counter()
+    assert start([*command, f"--out={tmp_path / 'expected'}"]).wait() == 0
+    seconds = time.perf_counter() - began
+    kills, runs, killed = 0, 1, False
+    while kills < 10 or killed:
+        out = tmp_path / f"run_{runs}"
+        process = start([*command, f"--out={out}"])
+        if kills < 10:
+            time.sleep(seconds * random.uniform(0.2, 0.9))
+            process.kill()
+        killed = process.wait() != 0
+        kills += killed
+        if not killed:
+            assert_bit_equal(out, tmp_path / "expected")
+            runs += 1
+    assert kills == 10
+
+
+def start(arguments):
+    """A new Python, which finds veofunc and the examples."""
+    examples = Path(train.__file__).parent
+    path = os.pathsep.join([str(examples.parent), str(examples)])
+    environment = os.environ | {"PYTHONPATH": path}
+    return subprocess.Popen([sys.executable, *arguments], env=environment, stdout=subprocess.DEVNULL)

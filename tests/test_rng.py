@@ -1,0 +1,45 @@
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from veofunc.rng import load_rng_state, rng_state
+
+
+def draws() -> list[float]:
+    """Odd numbers of normal draws, of which numpy and Python keep the second of each pair."""
+    return [
+        *torch.randn(3).tolist(),
+        *np.random.standard_normal(3).tolist(),
+        *(random.gauss(0, 1) for _ in range(3)),
+        random.random(),
+        float(np.random.randint(1 << 30)),
+    ]
+
+
+@pytest.mark.parametrize("num_before", [0, 1, 2])
+def test_the_next_draws_are_those_that_followed(num_before):
+    for _ in range(num_before):
+        draws()
+    state = rng_state()
+    expected = draws()
+    draws()
+    load_rng_state(state)
+    assert draws() == expected
+
+
+def test_taking_the_state_draws_nothing():
+    state = rng_state()
+    expected = draws()
+    load_rng_state(state)
+    rng_state()
+    assert draws() == expected
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_a_cuda_device_that_is_not_there_is_warned_about():
+    state = rng_state()
+    state["cuda", "0"] = torch.zeros(16, dtype=torch.uint8)
+    with pytest.warns(RuntimeWarning, match="no CUDA device 0"):
+        load_rng_state(state)

@@ -1,0 +1,271 @@
+"""Resuming is exact: the steps after a restore are those of a run that was never stopped."""
+
+import copy
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import nn
+from torch.optim import SGD, Adafactor, Adam, AdamW
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    LambdaLR,
+    LinearLR,
+    MultiStepLR,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+    StepLR,
+)
+
+from veofunc.checkpoint import async_checkpointer
+from veofunc.state import load_train_state, train_state
+from veofunc.window import Window
+
+
+class Tied(nn.Module):
+    """Dropout draws, a buffer counts, and one weight has two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(6, 6)
+        self.norm = nn.BatchNorm1d(6)
+        self.drop = nn.Dropout(0.3)
+        self.head = nn.Linear(6, 6, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scratch", torch.zeros(2), persistent=False)
+
+    def forward(self, x):
+        return self.head(self.drop(self.norm(self.embed(x))))
+
+
+def train(model, optimizer, scheduler, num_steps) -> list[float]:
+    losses = []
+    for _ in range(num_steps):
+        loss = model(torch.randn(4, 6)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if isinstance(scheduler, ReduceLROnPlateau):
+            scheduler.step(loss.item())
+        else:
+            scheduler.step()
+        losses.append(loss.item())
+    return losses
+
+
+OPTIMIZERS = {
+    "adamw foreach": lambda p: AdamW(p, lr=0.1, foreach=True),
+    "adamw fused": lambda p: AdamW(p, lr=0.1, fused=True),
+    "adamw plain": lambda p: AdamW(p, lr=0.1, foreach=False, betas=(0.8, 0.9)),
+    "adam amsgrad": lambda p: Adam(p, lr=0.1, amsgrad=True),
+    "sgd momentum": lambda p: SGD(p, lr=0.1, momentum=0.9),
+    "sgd": lambda p: SGD(p, lr=0.1),
+    "adafactor": lambda p: Adafactor(p, lr=0.1),
+}
+SCHEDULERS = {
+    "lambda": lambda o: LambdaLR(o, lambda step: 0.9**step),
+    "step": lambda o: StepLR(o, step_size=2),
+    "cosine": lambda o: CosineAnnealingLR(o, T_max=7),
+    "multistep": lambda o: MultiStepLR(o, milestones=[2, 4, 4]),
+    "onecycle": lambda o: OneCycleLR(o, max_lr=0.2, total_steps=20, cycle_momentum=False),
+    "plateau": lambda o: ReduceLROnPlateau(o, patience=0),
+    "sequential": lambda o: SequentialLR(o, [LinearLR(o), StepLR(o, 2)], milestones=[4]),
+}
+
+
+def make(optimizer, scheduler):
+    model = Tied()
+    optimizer = OPTIMIZERS[optimizer](model.parameters())
+    return model, optimizer, SCHEDULERS[scheduler](optimizer)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "scheduler"),
+    [(name, "lambda") for name in OPTIMIZERS] + [("adamw foreach", name) for name in SCHEDULERS],
+)
+@pytest.mark.parametrize("num_before", [0, 3])
+def test_resuming_from_disk_is_bit_equal(optimizer, scheduler, num_before, tmp_path):
+    torch.manual_seed(0)
+    model, opt, sched = make(optimizer, scheduler)
+    train(model, opt, sched, num_before)
+    with async_checkpointer(train_state(model, opt), tmp_path) as ckpt:
+        ckpt.save(train_state(model, opt, scheduler=sched), num_before)
+        expected = train(model, opt, sched, 5)
+    other = make(optimizer, scheduler)
+    torch.randn(3)
+    restored = ckpt.restore(train_state(other[0], other[1], scheduler=other[2]))
+    load_train_state(restored, other[0], other[1], scheduler=other[2])
+    assert train(*other, 5) == expected
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, other[0].state_dict()[name]), name
+    assert other[1].param_groups[0]["lr"] == opt.param_groups[0]["lr"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_optimizer_state_keeps_the_dtype_in_which_it_was_saved(dtype):
+    model = nn.Linear(2, 2).to(torch.bfloat16)
+    optimizer = AdamW(model.parameters())
+    model(torch.ones(1, 2, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    for state in optimizer.state.values():
+        state["exp_avg"] = torch.full_like(state["exp_avg"], 1 / 3, dtype=dtype)
+    state = train_state(model, optimizer).clone()
+    other = nn.Linear(2, 2).to(torch.bfloat16)
+    loaded = AdamW(other.parameters())
+    load_train_state(state, other, loaded)
+    for mine, theirs in zip(loaded.state.values(), optimizer.state.values(), strict=True):
+        assert mine["exp_avg"].dtype == dtype
+        assert torch.equal(mine["exp_avg"], theirs["exp_avg"])
+        assert mine["step"].dtype == torch.float32
+        assert mine["step"].item() == 1
+    assert loaded.param_groups[0]["betas"] == (0.9, 0.999)
+
+
+def test_parameters_are_found_by_name_in_whatever_order_the_optimizer_has_them():
+    model, other = nn.Linear(2, 3), nn.Linear(2, 3)
+    first = SGD([model.weight, model.bias], lr=1.0, momentum=0.9)
+    second = SGD([other.bias, other.weight], lr=1.0, momentum=0.9)
+    model(torch.ones(1, 2)).square().sum().backward()
+    first.step()
+    load_train_state(train_state(model, first), other, second)
+    for name in ("weight", "bias"):
+        expected = first.state[getattr(model, name)]["momentum_buffer"]
+        assert torch.equal(second.state[getattr(other, name)]["momentum_buffer"], expected)
+
+
+def test_the_state_aliases_the_model_and_changes_nothing():
+    model = Tied()
+    optimizer = AdamW(model.parameters())
+    before = copy.deepcopy(model.state_dict())
+    rng = torch.get_rng_state()
+    state = train_state(model, optimizer)
+    assert torch.equal(rng, torch.get_rng_state())
+    assert not optimizer.state
+    assert list(state["optimizer", "state"].keys()) == []
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name])
+        assert state["model"][name].data_ptr() == tensor.data_ptr()
+        assert not state["model"][name].requires_grad
+
+
+def test_tied_parameters_are_under_each_name_and_only_persistent_buffers_are_there():
+    state = train_state(Tied())
+    assert {"embed.weight", "head.weight", "norm.running_mean"} < set(state["model"].keys())
+    assert "scratch" not in state["model"].keys()
+
+
+def test_loading_aliases_nothing():
+    model, other = Tied(), Tied()
+    optimizer, second = SGD(model.parameters(), momentum=0.9), SGD(other.parameters(), momentum=0.9)
+    model(torch.ones(2, 6)).sum().backward()
+    optimizer.step()
+    load_train_state(train_state(model, optimizer), other, second)
+    mine = {t.data_ptr() for s in optimizer.state.values() for t in s.values()}
+    assert mine.isdisjoint(t.data_ptr() for s in second.state.values() for t in s.values())
+    assert model.embed.weight.data_ptr() != other.embed.weight.data_ptr()
+
+
+def test_extras_read_back_as_what_they_were(tmp_path):
+    obs = TensorDict({"channel": {"loss_sum": torch.ones(2)}})
+    window = Window().add(obs, 3).add(obs, 4)
+    extra = {"step": 4, "note": None, "config": {"a": [1, "b"]}, "ema": obs, "seen": torch.ones(())}
+    state = train_state(nn.Linear(1, 1), window=window, empty=Window(), **extra)
+    with async_checkpointer(train_state(nn.Linear(1, 1)), tmp_path) as ckpt:
+        ckpt.save(state, 4)
+    restored = ckpt.restore(train_state(nn.Linear(1, 1)))
+    assert type(restored["step"]) is int
+    assert (restored["step"], restored["note"], restored["config"]) == (4, None, extra["config"])
+    assert torch.equal(restored["ema", "channel", "loss_sum"], torch.ones(2))
+    again = Window(**restored["window"])
+    assert (again.first_step, again.last_step, again.num_steps) == (3, 4, 2)
+    assert again.add(obs, 5).obs["channel", "loss_sum"].tolist() == [3, 3]
+    assert Window(**restored["empty"]).empty
+    assert Window(**restored["empty"]).add(obs, 1).num_steps == 1
+
+
+def test_rng_is_left_alone_if_it_is_not_asked_for():
+    model = nn.Linear(1, 1)
+    state = train_state(model, rng=False)
+    assert "rng" not in state.keys()
+    expected = torch.get_rng_state()
+    load_train_state(state, model)
+    assert torch.equal(torch.get_rng_state(), expected)
+
+
+def test_a_parameter_that_is_not_in_the_model_is_refused():
+    with pytest.raises(ValueError, match=r"has others, of shapes \[\[7\]\]"):
+        train_state(nn.Linear(1, 1), SGD([nn.Parameter(torch.ones(7))]))
+
+
+@pytest.mark.parametrize(
+    ("extra", "text"),
+    [
+        ({"odd": {1, 2}}, "odd must be a tensor"),
+        ({"odd": {"a": [torch.ones(1)]}}, r"odd\.a\.0 must be a tensor"),
+        ({"odd": nn.Linear(1, 1)}, "odd must be a tensor"),
+    ],
+)
+def test_an_extra_that_cannot_be_saved_is_named(extra, text):
+    with pytest.raises(TypeError, match=text):
+        train_state(nn.Linear(1, 1), **extra)
+
+
+def test_a_scheduler_whose_state_cannot_be_saved_is_named():
+    model = nn.Linear(1, 1)
+    scheduler = StepLR(SGD(model.parameters()), 2)
+    scheduler.odd = [object()]
+    with pytest.raises(TypeError, match=r"scheduler\.odd\.0 must be"):
+        train_state(model, scheduler=scheduler)
+
+
+def test_extra_state_of_a_module_that_is_no_tensor_is_named():
+    class Counting(nn.Linear):
+        def get_extra_state(self):
+            return {"count": 1}
+
+    with pytest.raises(TypeError, match="model.0._extra_state must be a tensor"):
+        train_state(nn.Sequential(Counting(1, 1)))
+
+
+def test_every_difference_is_listed_and_nothing_is_changed():
+    model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+    state = train_state(model, SGD(model["a"].parameters())).clone()
+    state["rng", "python"].rename_key_("gauss", "odd")
+    other = nn.ModuleDict({"a": nn.Linear(2, 3).double(), "c": nn.Linear(2, 2)})
+    optimizer = AdamW([{"params": other["a"].parameters()}, {"params": other["c"].parameters()}])
+    before, rng = copy.deepcopy(other.state_dict()), torch.get_rng_state()
+    torch.manual_seed(1)
+    seeded = torch.get_rng_state()
+    with pytest.raises(ValueError, match="nothing was loaded") as caught:
+        load_train_state(state, other, optimizer, scheduler=StepLR(optimizer, 2))
+    for text in (
+        "model.a.weight: must be torch.float64[3, 2], is torch.float32[2, 2]",
+        "model.b.weight: unexpected",
+        "model.c.bias: missing",
+        "optimizer.param_groups: must be 2 groups, is 1",
+        "optimizer.param_groups.0: missing option betas",
+        "scheduler: missing",
+        "rng.python.gauss: missing",
+        "rng.python.odd: unexpected",
+    ):
+        assert text in str(caught.value)
+    assert torch.equal(torch.get_rng_state(), seeded)
+    assert not torch.equal(rng, seeded)
+    for name, tensor in other.state_dict().items():
+        assert torch.equal(tensor, before[name])
+
+
+def test_missing_sections_and_another_scheduler_are_named():
+    model = nn.Linear(1, 1)
+    optimizer = SGD(model.parameters())
+    with pytest.raises(ValueError, match="optimizer: missing"):
+        load_train_state(train_state(model), model, optimizer)
+    with pytest.raises(ValueError, match=r"model.weight: missing"):
+        load_train_state(TensorDict(), model)
+    state = train_state(model, optimizer, scheduler=StepLR(optimizer, 2))
+    with pytest.raises(ValueError, match=r"scheduler\.T_max: missing[\s\S]*gamma: unexpected"):
+        load_train_state(state, model, scheduler=CosineAnnealingLR(optimizer, 3))
+    state["optimizer", "param_groups"][0]["params"] = ["weight", "other"]
+    with pytest.raises(ValueError, match=r"param_groups.0: missing bias\n.*unexpected other"):
+        load_train_state(state, model, optimizer)
