@@ -30,9 +30,7 @@ def rng_state() -> TensorDict:
             },
             "python": {
                 "words": torch.tensor(python_words),
-                "gauss": torch.tensor(
-                    nan if python_gauss is None else python_gauss, dtype=torch.float64
-                ),
+                "gauss": torch.tensor(nan if python_gauss is None else python_gauss, dtype=torch.float64),
             },
         }
     )

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from veofunc.checkpoint.manifest import Json
 from veofunc.checkpoint.snapshot import to_json
 from veofunc.rng import load_rng_state, rng_state
+from veofunc.transform import find_model
 from veofunc.window import Window
 
 __all__ = ["load_train_state", "train_state"]
@@ -35,7 +36,8 @@ def train_state(
     its first step is absent before it.
 
     Args:
-        model: its sharded parameters (FSDP2) are DTensors; tied ones appear under each name.
+        model: its sharded parameters (FSDP2) are DTensors; tied ones appear under each name. Names are
+            those of the module inside `torch.compile` and `DistributedDataParallel`.
         optimizer: over parameters of `model`.
         scheduler: its state must be JSON, but for tuples and keys that are ints.
         rng: whether to take the random states of torch on the CPU and all CUDA devices, numpy and
@@ -122,7 +124,7 @@ def load_train_state(
 
 
 def _model_state(model: nn.Module) -> TensorDict:
-    tensors = model.state_dict()
+    tensors = find_model(model, model).state_dict()
     for name, value in tensors.items():
         if not isinstance(value, Tensor):
             raise TypeError(f"model.{name} must be a tensor, got extra state of {type(value)}")
@@ -130,6 +132,7 @@ def _model_state(model: nn.Module) -> TensorDict:
 
 
 def _load_model(saved: TensorDictBase, model: nn.Module) -> None:
+    model = find_model(model, model)
     values = model.state_dict()
     values.update({name: _placed(saved[name], target) for name, target in values.items()})
     model.load_state_dict(values)
@@ -140,14 +143,12 @@ def _optimizer_state(model: nn.Module, optimizer: Optimizer) -> TensorDict:
     packed = optimizer.state_dict()
     state = {
         names[index]: {
-            key: _leaf(value, f"optimizer.state.{names[index]}.{key}")
-            for key, value in values.items()
+            key: _leaf(value, f"optimizer.state.{names[index]}.{key}") for key, value in values.items()
         }
         for index, values in packed["state"].items()
     }
     groups = [
-        {**group, "params": [names[index] for index in group["params"]]}
-        for group in packed["param_groups"]
+        {**group, "params": [names[index] for index in group["params"]]} for group in packed["param_groups"]
     ]
     groups = NonTensorData(_storable(groups, "optimizer.param_groups"))
     return TensorDict({"state": TensorDict(state), "param_groups": groups})
@@ -198,14 +199,13 @@ def _state_value(key: str, value: Any, parameter: Tensor, group: Mapping[str, An
 def _names(model: nn.Module, optimizer: Optimizer) -> dict[Tensor, str]:
     """Fully qualified names of the optimizer's parameters, in the order of its numbers."""
     names: dict[Tensor, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    for name, parameter in find_model(model, model).named_parameters(remove_duplicate=False):
         names.setdefault(parameter, name)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     foreign = [list(parameter.shape) for parameter in parameters if parameter not in names]
     if foreign:
         raise ValueError(
-            "every parameter of the optimizer must be one of the model; "
-            f"it has others, of shapes {foreign}"
+            f"every parameter of the optimizer must be one of the model; it has others, of shapes {foreign}"
         )
     return {parameter: names[parameter] for parameter in parameters}
 

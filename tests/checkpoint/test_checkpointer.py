@@ -1,13 +1,8 @@
-"""What a save promises, as seen from outside: whole, durable, exact, and loud when it failed."""
+"""What saving and restoring promise as long as nothing fails; see faults/ for the rest."""
 
 import gc
-import logging
-import resource
 import shutil
-import subprocess
-import sys
 import threading
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -43,17 +38,6 @@ def values_of(state: TensorDict) -> set[float]:
 
 def bits(tensor: torch.Tensor) -> list[int]:
     return tensor.contiguous().reshape(-1).view(torch.uint8).tolist()
-
-
-@contextmanager
-def files_no_larger_than(nbytes: int):
-    """Every write beyond `nbytes` of a file fails, in all threads, as on a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def names_in(directory) -> list[str]:
@@ -124,7 +108,7 @@ def test_a_directory_may_be_moved_but_a_step_not_renamed(tmp_path):
 def test_plain_dcp_load_reads_the_model_by_its_names(tmp_path):
     with async_checkpointer(state_of(0), tmp_path) as ckpt:
         path = ckpt.save(state_of(5), 5).result()
-    target = {name: torch.zeros(16) for name in state_of(0)["model"].keys()}
+    target = {name: torch.zeros(16) for name in ("layers.0", "layers.1", "layers.2")}
     with pytest.warns(UserWarning, match="single process"):  # torch says so without a process group
         dcp.load(target, checkpoint_id=path / "model")
     assert {x for tensor in target.values() for x in tensor.tolist()} == {5}
@@ -247,7 +231,7 @@ def test_a_leaf_that_cannot_be_saved_is_named_before_anything_is_written(leaf, t
 
 def test_two_leaves_of_the_same_name_on_disk_are_refused(tmp_path):
     one = TensorDict({"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}})
-    with pytest.raises(ValueError, match="both be saved as 'a.b'"):
+    with pytest.raises(ValueError, match=r"both be saved as 'a\.b'"):
         async_checkpointer(TensorDict({"model": one}), tmp_path)
 
 
@@ -321,181 +305,3 @@ def test_leaves_no_thread_behind(tmp_path):
     gc.collect()
     thread.join(timeout=10)
     assert not thread.is_alive()
-
-
-class TestFailedWrite:
-    @pytest.fixture
-    def ckpt(self, tmp_path):
-        ckpt = async_checkpointer(state_of(0), tmp_path)
-        ckpt.save(state_of(1), 1).result()
-        return ckpt
-
-    def fail(self, ckpt, step=2):
-        with files_no_larger_than(1 << 20):
-            save = ckpt.save(state_of(step, numel=1 << 20), step)
-            save._future.exception()
-        assert save.done
-        return save
-
-    def test_raises_at_result_and_names_rank_file_and_cause(self, ckpt, tmp_path):
-        save = self.fail(ckpt)
-        with pytest.raises(CheckpointError, match=r"step 2 .*rank 0.*unfinished-step_2.*model"):
-            save.result()
-        ckpt.wait()
-        assert ckpt.save(state_of(2), 2).result() == tmp_path / "step_2"
-
-    def test_raises_at_wait(self, ckpt):
-        self.fail(ckpt)
-        with pytest.raises(CheckpointError, match="step 2"):
-            ckpt.wait()
-        ckpt.save(state_of(3), 3)
-        ckpt.wait()
-
-    def test_raises_at_the_next_save_which_is_not_made(self, ckpt):
-        self.fail(ckpt)
-        with pytest.raises(CheckpointError, match="step 2"):
-            ckpt.save(state_of(3), 3)
-        ckpt.save(state_of(4), 4).result()
-        assert ckpt.steps() == (1, 4)
-
-    def test_raises_on_leaving(self, ckpt):
-        with pytest.raises(CheckpointError, match="step 2"), ckpt:
-            self.fail(ckpt)
-
-    def test_does_not_hide_the_exception_of_the_block(self, ckpt):
-        with pytest.raises(KeyError) as caught, ckpt:
-            self.fail(ckpt)
-            raise KeyError("mine")
-        (note,) = caught.value.__notes__
-        assert "step 2" in note
-
-    def test_leaves_no_file_and_earlier_steps_untouched(self, ckpt, tmp_path):
-        with pytest.raises(CheckpointError):
-            self.fail(ckpt).result()
-        assert names_in(tmp_path) == ["step_1"]
-        assert values_of(ckpt.restore(state_of(0))) == {1}
-
-    def test_is_logged_even_if_nobody_asks(self, ckpt, caplog):
-        with caplog.at_level(logging.ERROR):
-            self.fail(ckpt)
-        assert "step 2" in caplog.text
-
-    def test_raises_if_the_directory_is_gone(self, ckpt, tmp_path):
-        tmp_path.rename(aside := tmp_path.with_name("aside"))
-        tmp_path.write_text("in the way")
-        with pytest.raises(CheckpointError, match=f"NotADirectoryError.*{tmp_path}"):
-            ckpt.save(state_of(2), 2).result()
-        tmp_path.unlink()
-        aside.rename(tmp_path)
-        assert ckpt.save(state_of(2), 2).result().name == "step_2"
-
-
-class TestDamage:
-    @pytest.fixture
-    def ckpt(self, tmp_path):
-        with async_checkpointer(state_of(0), tmp_path) as ckpt:
-            ckpt.save(state_of(1), 1)
-            ckpt.save(state_of(2), 2)
-        return ckpt
-
-    def test_verify_accepts_what_is_whole(self, ckpt):
-        ckpt.verify(1)
-        ckpt.verify(2)
-
-    @pytest.mark.parametrize("name", ["model/__0_0.distcp", "model/.metadata", "manifest.json"])
-    def test_a_flipped_bit_anywhere_is_found_before_anything_is_read(self, ckpt, name, tmp_path):
-        file = tmp_path / "step_2" / name
-        content = file.read_bytes()
-        for index in range(0, len(content), max(1, len(content) // 40)):
-            file.write_bytes(content[:index] + bytes([content[index] ^ 1]) + content[index + 1 :])
-            with pytest.raises(CheckpointError, match=name):
-                ckpt.verify(2)
-            with pytest.raises(CheckpointError, match=name):
-                ckpt.restore(state_of(0), 2)
-
-    @pytest.mark.parametrize("name", ["model/__0_0.distcp", "model/.metadata", "manifest.json"])
-    @pytest.mark.parametrize("damage", ["truncated", "missing"])
-    def test_latest_skips_a_step_with_a_damaged_file_and_says_why(self, ckpt, name, damage, tmp_path):
-        file = tmp_path / "step_2" / name
-        if damage == "missing":
-            file.unlink()
-        else:
-            file.write_bytes(file.read_bytes()[:-1])
-        with pytest.warns(RuntimeWarning, match=f"step 2 is skipped.*{name}"):
-            assert ckpt.latest() == 1
-        with pytest.warns(RuntimeWarning, match="step 2 is skipped"):
-            assert values_of(ckpt.restore(state_of(0))) == {1}
-        assert ckpt.steps() == (1,)
-        with pytest.raises(CheckpointError, match=name):
-            ckpt.restore(state_of(0), 2)
-
-    def test_a_file_of_another_step_is_found(self, ckpt, tmp_path):
-        data = "model/__0_0.distcp"
-        shutil.copy(tmp_path / "step_1" / data, tmp_path / "step_2" / data)
-        with pytest.raises(CheckpointError, match="CRC-32"):
-            ckpt.restore(state_of(0))
-
-    def test_a_step_that_does_not_exist_is_named(self, ckpt, tmp_path):
-        with pytest.raises(CheckpointError, match=r"step_7; complete steps: \(1, 2\)"):
-            ckpt.restore(state_of(0), 7)
-        with pytest.raises(CheckpointError, match="no complete step"):
-            async_checkpointer(state_of(0), tmp_path / "none").restore(state_of(0))
-
-
-# Saves and is killed at a random moment, `trials` times; every trial is a fork of one process with torch loaded.
-KILLED = """
-import os, random, signal, sys, time, warnings
-import torch
-from tensordict import NonTensorData, TensorDict
-from veofunc.checkpoint import async_checkpointer
-
-directory, trials, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-state = TensorDict({"model": TensorDict({f"w{i}": torch.zeros(1 << 17) for i in range(6)})})
-
-def save_for_ever():
-    ckpt = async_checkpointer(state, directory)
-    for step in range((ckpt.latest() or 0) + 1, 1 << 30):
-        for tensor in state["model"].values():
-            tensor.fill_(step)
-        ckpt.save(state, step)
-
-def check():
-    ckpt = async_checkpointer(state, directory, keep_last=1)
-    step = ckpt.latest()
-    if step is not None:
-        ckpt.verify(step)
-        restored = ckpt.restore(state)
-        assert all((tensor == step).all() for tensor in restored["model"].values())
-    assert all(name.startswith("step_") for name in os.listdir(directory)), os.listdir(directory)
-    print(step, flush=True)
-
-def in_a_fork(work):
-    pid = os.fork()
-    if pid == 0:
-        try:
-            work()
-            os._exit(0)
-        except BaseException as error:
-            print(repr(error), file=sys.stderr, flush=True)
-            os._exit(1)
-    return pid
-
-random.seed(seed)
-for _ in range(trials):
-    pid = in_a_fork(save_for_ever)
-    time.sleep(random.uniform(0.05, 0.5))
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    _, status = os.waitpid(in_a_fork(check), 0)
-    assert status == 0
-"""
-
-
-@pytest.mark.parametrize("trials", [6, pytest.param(60, marks=pytest.mark.slow)])
-def test_killed_at_any_moment_the_newest_step_is_whole(trials, tmp_path):
-    command = [sys.executable, "-W", "error", "-c", KILLED, str(tmp_path), str(trials), "0"]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert run.returncode == 0, run.stderr
-    newest = [int(line) for line in run.stdout.split() if line != "None"]
-    assert newest == sorted(newest)
-    assert len(newest) >= trials // 2

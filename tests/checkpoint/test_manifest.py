@@ -126,7 +126,7 @@ def test_verifying_finds_a_changed_byte_that_the_size_does_not_show(step):
     (step / "model" / "data").write_bytes(b"0123456780")
     assert damage(step) == ""
     manifest = read_complete(step)
-    with pytest.raises(CheckpointError, match="model/data: its CRC-32 is [0-9a-f]{8}, must be"):
+    with pytest.raises(CheckpointError, match=r"model/data: its CRC-32 is [0-9a-f]{8}, must be"):
         verify_files(step, manifest, ["model/data"])
     verify_files(step, manifest, [])
 

@@ -18,9 +18,7 @@ def nested_state() -> TensorDict:
     return TensorDict(
         {
             "model": TensorDict({"a.weight": torch.ones(2, 3), "b": torch.zeros(())}),
-            "optimizer": TensorDict(
-                {"state": TensorDict(), "param_groups": NonTensorData([{"lr": 0.1}])}
-            ),
+            "optimizer": TensorDict({"state": TensorDict(), "param_groups": NonTensorData([{"lr": 0.1}])}),
             "rng": {"torch": torch.zeros(3, dtype=torch.uint8)},
             "step": NonTensorData(3),
         }

@@ -1,4 +1,4 @@
-"""Two processes that save together over gloo. This file is also the script that each of them runs, once."""
+"""Two processes that save together over gloo; this file is also the script that each runs."""
 
 import json
 import os
@@ -201,7 +201,7 @@ CHECKS = {name[6:]: check for name, check in list(globals().items()) if name.sta
 
 
 def run_checks(rank: int, directory: Path) -> None:
-    """Run all checks up to the first that fails, after which the ranks no longer agree on what comes next."""
+    """Run all checks up to the first that fails: after it the ranks may wait for each other."""
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
     store = f"file://{directory}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)

@@ -666,9 +666,11 @@ def test_a_tensor_changed_within_keep_raises_and_is_not_moved():
 
     fn = vf.offload(body, p.everything, store=ArrayStore(), keep=800)
     out = fn()
+    assert (sums(fn)["moved"], sums(fn)["kept"]) == (3, 3)  # `h`, and the two newest
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.backward()
     del out
+    torch.ones(1, requires_grad=True).sum().backward()  # until the next one, torch holds on to a failed one
     assert_books_balance(fn)
 
 
@@ -761,7 +763,7 @@ def test_parameters_buffers_and_their_views_are_never_moved():
 
 def test_parameters_passed_as_arguments_are_never_moved():
     model = mlp()
-    params = TensorDict(dict(model.named_parameters())).detach().requires_grad_()
+    params = TensorDict(dict(model.named_parameters())).detach()
     store = ArrayStore()
 
     def loss_fn(params, x):
@@ -813,13 +815,13 @@ def test_a_tensor_saved_by_several_operations_is_moved_once():
 
     def body():
         h = w * 1
-        return (h.sin() + h.cos() + h.view_as(h).tan() + h.detach() * h).sum()
+        return (h.sin() + h.cos() + h.view_as(h).sinh() + h.detach() * h).sum()
 
     fn = everything_moved(body)
     (plain,), (moved,) = torch.autograd.grad(body(), w), torch.autograd.grad(fn(), w)
     assert torch.equal(plain, moved)
-    assert sums(fn)["moved"] == 2  # h, and the result of tan
-    assert sums(fn)["deduplicated"] == 3
+    assert (sums(fn)["moved"], sums(fn)["deduplicated"]) == (1, 3)
+    assert (sums(fn, "bytes")["moved"], sums(fn, "bytes")["deduplicated"]) == (20, 60)
     assert_books_balance(fn)
 
 
@@ -953,10 +955,21 @@ def test_what_is_no_plain_strided_tensor_is_kept_as_it_is(kind):
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_nested_tensors_are_kept():
-    nested = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(3, 3)])
-    fn, (restored, _) = save_and_restore(nested, torch.ones(3))
-    assert restored.is_nested
-    assert (sums(fn)["moved"], sums(fn)["kept"]) == (1, 1)
+    def body(w):
+        nested = torch.nested.as_nested_tensor([w[:1], w[1:] * 2])
+        return torch.nested.to_padded_tensor(nested.relu() * 3, 0.0).sum() + w.exp().sum()
+
+    w = torch.tensor([[1.0, -2.0], [-3.0, 4.0], [5.0, 6.0]], requires_grad=True)
+    operations = []
+
+    def note(saved):
+        operations.append(saved.op)
+        return vf.Fate.OFFLOAD
+
+    fn = vf.offload(body, note, store=ArrayStore())
+    (plain,), (moved,) = torch.autograd.grad(body(w), w), torch.autograd.grad(fn(w), w)
+    assert torch.equal(plain, moved)
+    assert "ExpBackward0" in operations and "ReluBackward0" not in operations
 
 
 def test_a_recycled_address_is_not_taken_for_the_tensor_that_was_there():
@@ -992,7 +1005,7 @@ def test_tensors_that_the_user_holds_are_never_emptied():
     x = torch.randn(5, 8)
     held.append((x, x.clone()))
     out = fn(x)
-    assert sums(fn)["moved"] == 4
+    assert sums(fn)["moved"] == 3  # x, and the results of both Tanh
     assert all(torch.equal(tensor, value) for tensor, value in held)
     out.sum().backward()
     assert all(torch.equal(tensor, value) for tensor, value in held)
@@ -1361,9 +1374,7 @@ def test_does_not_warn_if_asked_for_nothing_or_if_nothing_was_saved():
 # torch.func and checkpointing.
 
 
-@pytest.mark.parametrize(
-    "transform", [torch.func.grad, torch.func.vjp, torch.func.jacrev, torch.func.hessian]
-)
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vjp, torch.func.jacrev])
 def test_refuses_torch_func_with_the_name_of_what_works(transform):
     fn = everything_moved(lambda x: x.exp().sum())
     with pytest.raises(RuntimeError, match=r"veofunc\.grad_and_value"):

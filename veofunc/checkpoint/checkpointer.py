@@ -45,22 +45,18 @@ def async_checkpointer(
     every rank makes the checkpointer, after `init_process_group`, and all of them save and restore
     the same steps, in the same order.
 
-    The sections `rng` and `window` differ from rank to rank: each rank's own is saved and restored.
-        Plain
-    tensors and JSON values elsewhere are taken to be the same on all ranks; sharded tensors are
-    DTensors.
+    The sections `rng` and `window` differ from rank to rank: each saves, and gets back, its own.
+    Elsewhere plain tensors and JSON values are the same on all ranks; sharded tensors are DTensors.
 
     Args:
-        state: a template, as `train_state` makes it; the buffers in host memory are made by its
-            shapes.
+        state: a template, as `train_state` makes it; buffers in host memory are made by its shapes.
         directory: where the steps go, each as `step_<n>`; made if missing; seen by all ranks.
         keep_last: how many of the newest complete steps to keep; by default all.
         process_group: the ranks that save together; by default all.
 
     Raises:
         TypeError: a leaf of `state` cannot be saved; names it. Or `keep_last` is not an int.
-        ValueError: `keep_last` is below 1, or two leaves of `state` would have the same name on
-            disk.
+        ValueError: `keep_last` is below 1, or two leaves would have the same name on disk.
         NotADirectoryError: `directory` is something else.
 
     Example:
@@ -87,9 +83,9 @@ def async_checkpointer(
 class Save:
     """One save on its way to disk, as `Checkpointer.save` returns it."""
 
-    def __init__(self, future: Future[Path]):
+    def __init__(self, future: Future[Path], told: bool):
         self._future = future
-        self._told = False  # whether its failure was raised
+        self._told = told  # whether its failure was raised
 
     @property
     def done(self) -> bool:
@@ -118,8 +114,7 @@ class Save:
 class Checkpointer:
     """Saves and restores the steps of one directory; `async_checkpointer` makes it.
 
-    One background thread writes, one save at a time. The state in training is only read, never
-    changed.
+    One background thread writes, one save at a time. The state in training is only read.
     """
 
     def __init__(self, state: TensorDictBase, directory: Path, keep_last: int | None, ranks: Ranks):
@@ -137,16 +132,14 @@ class Checkpointer:
     def save(self, state: TensorDictBase, step: int) -> Save:
         """Copy `state` to host memory, and write it to disk in the background as `step`.
 
-        When it returns, the state may change. A save that is still being written is waited for
-        first.
+        When it returns, the state may change. A save still being written is waited for first.
 
         Args:
             state: what to save, on every rank with the same structure.
             step: its number, not saved before; 0 is a step.
 
         Raises:
-            CheckpointError: the save before this one failed, and nobody was told yet; this one is
-                not made.
+            CheckpointError: the save before failed and nobody was told yet; this one is not made.
             FileExistsError: `step` exists already.
             TypeError: `step` is not an int, or a leaf can't be saved; names the leaf.
             ValueError: `step` is negative, or two leaves would have the same name on disk.
@@ -156,7 +149,8 @@ class Checkpointer:
             self._check_new(step)
             staged = self._stage(state)
         except Exception as error:
-            self._submit(step, error)._told = True  # the other ranks wait to hear of it
+            # The other ranks wait to hear of it; here it is raised at once.
+            self._submit(step, CheckpointError(explain(error)), told=True)
             raise
         return self._submit(step, staged)
 
@@ -190,16 +184,13 @@ class Checkpointer:
         """Read all files of `step` and compare them with their checksums.
 
         Raises:
-            CheckpointError: the step does not exist or a file is damaged; names it, and what is
-                wrong.
+            CheckpointError: the step does not exist or a file is damaged; says which, and how.
         """
         path = self._path(self._choose(step))
         manifest = read_complete(path)
         verify_files(path, manifest, manifest.files)
 
-    def restore(
-        self, like: TensorDictBase, step: int | None = None, *, strict: bool = True
-    ) -> TensorDict:
+    def restore(self, like: TensorDictBase, step: int | None = None, *, strict: bool = True) -> TensorDict:
         """A new state with the values of `step`, verified; it shares nothing with `like`.
 
         A pending save is waited for first. Each tensor comes on the device, and with the
@@ -219,8 +210,7 @@ class Checkpointer:
             TypeError: a leaf of `like` cannot be restored; names it.
 
         Warns:
-            RuntimeWarning: another number of ranks saved it, so that some sections of ranks are
-                left over.
+            RuntimeWarning: another number of ranks saved it; says what may be missing.
         """
         self.wait()
         leaves = flatten(like)
@@ -249,9 +239,7 @@ class Checkpointer:
 
     def _stage(self, state: TensorDictBase) -> dict[TreePath, Leaf]:
         leaves = flatten(state)
-        describe_leaves(
-            leaves, self._ranks.rank
-        )  # refuses two leaves of the same name, before the copy
+        describe_leaves(leaves, self._ranks.rank)  # refuses what has the same name on disk
         return stage_(self._buffers, leaves)
 
     def _check_new(self, step: int) -> None:
@@ -261,9 +249,7 @@ class Checkpointer:
             raise ValueError(f"step must be at least 0, got {step}")
         if self._path(step).exists():
             state = damage(self._path(step)) or "it is complete"
-            raise FileExistsError(
-                f"{self._path(step)} exists ({state}); remove it to save the step again"
-            )
+            raise FileExistsError(f"{self._path(step)} exists ({state}); remove it to save the step again")
 
     def _choose(self, step: int | None) -> int:
         step = self.latest() if step is None else step
@@ -273,21 +259,19 @@ class Checkpointer:
             raise CheckpointError(f"there is no {self._path(step)}; complete steps: {self.steps()}")
         return step
 
-    def _submit(self, step: int, staged: dict[TreePath, Leaf] | Exception) -> Save:
-        self._pending = Save(self._thread.submit(self._write, step, staged))
+    def _submit(self, step: int, staged: dict[TreePath, Leaf] | CheckpointError, told: bool = False) -> Save:
+        self._pending = Save(self._thread.submit(self._write, step, staged), told)
         return self._pending
 
-    def _write(self, step: int, staged: dict[TreePath, Leaf] | Exception) -> Path:
+    def _write(self, step: int, staged: dict[TreePath, Leaf] | CheckpointError) -> Path:
         """Runs in the background."""
         try:
             path = write_step(self._directory, step, staged, self._ranks)
             self._ranks.first("removing older steps", lambda: self._remove_older(step))
         except Exception as error:
-            failure = CheckpointError(
-                f"step {step} of {self._directory} was not saved: {explain(error)}"
-            )
-            logger.error("%s", failure)
-            raise failure from error
+            text = f"step {step} of {self._directory} was not saved: {explain(error)}"
+            logger.error(text)
+            raise CheckpointError(text) from error
         return path
 
     def _remove_older(self, saved: int) -> None:

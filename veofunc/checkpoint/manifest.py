@@ -248,8 +248,7 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
     default = asdict(Entry((), ""))
     body = {"format": FORMAT, **asdict(manifest)}
     body["entries"] = [
-        {name: value for name, value in entry.items() if value != default[name]}
-        for entry in body["entries"]
+        {name: value for name, value in entry.items() if value != default[name]} for entry in body["entries"]
     ]
     return {**body, "crc32": zlib.crc32(_canonical(body))}
 

@@ -64,9 +64,7 @@ def unflatten(leaves: Mapping[TreePath, Leaf]) -> TensorDict:
     return state
 
 
-def stage_(
-    buffers: dict[TreePath, Tensor], leaves: Mapping[TreePath, Leaf]
-) -> dict[TreePath, Leaf]:
+def stage_(buffers: dict[TreePath, Tensor], leaves: Mapping[TreePath, Leaf]) -> dict[TreePath, Leaf]:
     """Copy the tensors of `leaves` into `buffers`; where none fits, one is made and kept.
 
     Returns:
@@ -95,22 +93,16 @@ def describe_leaves(leaves: Mapping[TreePath, Leaf], rank: int) -> list[Entry]:
     for entry in entries:
         owner = owners.setdefault((entry.slot, entry.key), entry.path)
         if entry.kind == "tensor" and owner != entry.path:
-            raise ValueError(
-                f"{owner} and {entry.path} would both be saved as {entry.key!r}; rename one"
-            )
+            raise ValueError(f"{owner} and {entry.path} would both be saved as {entry.key!r}; rename one")
     return entries
 
 
-def tensors_of_slot(
-    slot: str, entries: list[Entry], leaves: Mapping[TreePath, Leaf]
-) -> dict[str, Any]:
+def tensors_of_slot(slot: str, entries: list[Entry], leaves: Mapping[TreePath, Leaf]) -> dict[str, Any]:
     """The tensors among `leaves` that `entries` put into `slot`, by key."""
     return {entry.key: leaves[entry.path] for entry in entries if entry.slot == slot}
 
 
-def match(
-    entries: Mapping[TreePath, Entry], like: Mapping[TreePath, Leaf], *, strict: bool
-) -> list[Entry]:
+def match(entries: Mapping[TreePath, Entry], like: Mapping[TreePath, Leaf], *, strict: bool) -> list[Entry]:
     """The saved leaves that belong into a state like `like`.
 
     What `like` lacks as a whole, a section or all that is below an empty TensorDict, comes as it
@@ -132,9 +124,7 @@ def match(
         here = [path for path, leaf in like.items() if not isinstance(leaf, Empty)]
         saved = [path for path, entry in entries.items() if entry.kind != "empty"]
         problems += [f"{_dotted(p)}: missing, it was not saved" for p in here if p not in entries]
-        problems += [
-            f"{_dotted(p)}: unexpected, the state has none" for p in saved if p not in wanted
-        ]
+        problems += [f"{_dotted(p)}: unexpected, the state has none" for p in saved if p not in wanted]
     if any(problems):
         listed = "\n".join(f"  {problem}" for problem in problems if problem)
         raise CheckpointError(f"what was saved differs from the state to restore:\n{listed}")
@@ -178,9 +168,7 @@ def _checked(value: Any, where: str) -> Tensor:
     if not (is_sharded or is_plain):
         raise TypeError(f"{where} must be a plain tensor or a DTensor, got {type(value).__name__}")
     if value.layout != torch.strided or value.is_meta or value.is_nested or value.is_quantized:
-        raise TypeError(
-            f"{where} must be dense and hold data, got {value.layout} on {value.device}"
-        )
+        raise TypeError(f"{where} must be dense and hold data, got {value.layout} on {value.device}")
     if is_sharded and any(placement.is_partial() for placement in value.placements):
         raise TypeError(f"{where} must be sharded or replicated, got {value.placements}")
     return value.detach()

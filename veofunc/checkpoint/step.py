@@ -52,15 +52,14 @@ T = TypeVar("T")
 
 
 def write_step(
-    directory: Path, step: int, staged: Mapping[TreePath, Leaf] | Exception, ranks: Ranks
+    directory: Path, step: int, staged: Mapping[TreePath, Leaf] | CheckpointError, ranks: Ranks
 ) -> Path:
     """Write the staged leaves of all ranks as `step` of `directory`. A collective.
 
     Args:
         directory: where the steps are.
         step: its number.
-        staged: leaves in host memory, or what kept this rank from staging them, which then fails
-            all.
+        staged: leaves in host memory, or what kept this rank from staging, which fails all ranks.
         ranks: who writes.
 
     Returns:
@@ -116,12 +115,12 @@ def read_step(
 
 
 def _agree(
-    step: int, staged: Mapping[TreePath, Leaf] | Exception, ranks: Ranks
+    step: int, staged: Mapping[TreePath, Leaf] | CheckpointError, ranks: Ranks
 ) -> tuple[list[Entry], list[Entry]]:
     """The entries of this rank, and those of all, which must save the same structure."""
 
     def describe_own() -> list[Entry]:
-        if isinstance(staged, Exception):
+        if isinstance(staged, CheckpointError):
             raise staged
         return describe_leaves(staged, ranks.rank)
 
@@ -273,6 +272,10 @@ class Ranks:
         return values
 
 
-def explain(error: Exception) -> str:
-    """What went wrong, with the kind of error unless it is ours."""
-    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+def explain(error: BaseException) -> str:
+    """What went wrong, and what before: torch hides the error of a full disk behind another."""
+    if isinstance(error, CheckpointError):
+        return str(error)
+    text = f"{type(error).__name__}: {error}"
+    before = error.__cause__ or error.__context__
+    return f"{text} (after {explain(before)})" if before else text

@@ -118,10 +118,7 @@ class _Packer:
             module_hooks(self.paths, before=self.running.append, after=self._leave),
             saved_tensors_hooks(self.pack, Handle.restore),
         ):
-            try:
-                yield
-            finally:
-                self.newest.clear()
+            yield
 
     def pack(self, tensor: Tensor) -> Handle:
         movable = _is_movable(tensor)

@@ -47,8 +47,8 @@ def find_routers(model: nn.Module, *args: Any, **kwargs: Any) -> tuple[Router, .
     """The routers of `model`, seen in one forward pass without gradients.
 
     A router is a module that returns integer ids beside float weights of the same shape [..., K] and,
-    with the same number of rows, logits or probabilities [..., E] (or that has an attribute
-    `num_experts`). Every module of the same class is a router too.
+    with the same number of rows, logits or probabilities [..., E], E > K (or that has an attribute
+    `num_experts`), and has no router inside. Every module of the same class is a router too.
 
     Args:
         model: the module to look into.
@@ -116,11 +116,19 @@ class Search:
                     f"router {type(module).__name__} returned {_describe(output)}, where no expert ids can "
                     "be seen: pass indices=, a function from that to ids [..., K]"
                 )
-        elif any(choice.ids is seen.ids for seen in self.choices.values()):
-            return None  # a block that passes on what its router returned
+        elif self.named is None and self._passes_on(module, choice):
+            return None
         else:
             self.choices[module] = choice
         return choice
+
+    def _passes_on(self, module: nn.Module, choice: Choice) -> bool:
+        """Whether `module` returns what a router inside it, or a router of another class, has chosen."""
+        inside = set(module.modules()) - {module}
+        return any(
+            router in inside or (choice.ids is made.ids and type(router) is not type(module))
+            for router, made in self.choices.items()
+        )
 
     def result(self) -> tuple[tuple[Router, nn.Module], ...]:
         """The routers in `named_modules` order, also those that the call did not run."""
@@ -166,8 +174,9 @@ def select_routers(
         if not chosen:
             raise ValueError(f"routers= is a predicate that holds for none of {_some_paths(named)}")
         return tuple(chosen)
-    globs = (routers,) if isinstance(routers, str) else tuple(routers)
-    if not globs or not all(isinstance(glob, str) for glob in globs):
+    globs = (routers,) if isinstance(routers, str) else routers
+    sequence = isinstance(globs, tuple | list)
+    if not sequence or not globs or not all(isinstance(glob, str) for glob in globs):
         raise TypeError(f"routers must be globs or a predicate on (path, module), got {routers!r}")
     for glob in globs:
         if not any(_matches(path, glob) for path, _ in named):
@@ -183,7 +192,7 @@ def _find_choice(module: nn.Module, output: Any) -> Choice | None:
             continue
         weights = next((t for t in tensors if t.is_floating_point() and t.shape == ids.shape), None)
         num_experts = _width(module, tensors, ids)
-        if weights is not None and num_experts is not None:
+        if weights is not None and num_experts is not None and ids.shape[-1] < num_experts:  # else a mask
             return Choice(ids, weights, num_experts)
     return None
 

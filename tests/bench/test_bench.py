@@ -1,0 +1,58 @@
+"""Every entry runs, and prints a finite ratio for each variant. What the ratios are is no test."""
+
+import math
+import re
+
+import pytest
+import torch
+
+from tests.bench import measure
+from tests.bench.__main__ import ENTRIES, main
+
+TINY = {
+    "offload": "--width 16 --layers 2 --batch 1 --tokens 8",
+    "channel": "--tokens 16 --width 8 --vocabulary 32",
+    "router": "--width 16 --layers 1 --experts 4 --batch 1 --tokens 8",
+    "checkpoint": "--megabytes 1 --tensors 3",
+}
+NUM_ROWS = {"offload": 7, "channel": 5, "router": 2 + 4, "checkpoint": 5 + 4}
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_entry_prints_a_finite_ratio_for_every_variant(name, capsys, tmp_path):
+    where = f" --directory {tmp_path}" if name in ("offload", "checkpoint") else ""
+    main([name, "--rounds", "1", *(TINY[name] + where).split()])
+    out = capsys.readouterr().out
+    ratios = [float(ratio) for ratio in re.findall(r" ([\d.naif]+)x\b", out)]
+    assert len(ratios) == NUM_ROWS[name]
+    assert all(math.isfinite(ratio) and ratio > 0 for ratio in ratios)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_a_name_lists_the_entries(capsys):
+    main([])
+    out = capsys.readouterr().out
+    assert all(re.search(rf"^ +{name}$|^ +{name} +\S", out, re.MULTILINE) for name in (*ENTRIES, "all"))
+
+
+def test_every_round_runs_every_variant_once_in_a_rotating_order():
+    ran = []
+    variants = {name: lambda name=name: ran.append(name) or {"seconds": len(ran)} for name in "abc"}
+    samples = measure.interleaved(variants, rounds=3)
+    rounds = ["".join(ran[i : i + 3]) for i in range(0, 12, 3)]
+    assert rounds[1:] == ["abc", "bca", "cab"]  # after one that is not counted
+    assert [s["seconds"] for s in samples["a"]] == [4, 9, 11]
+
+
+def test_table_shows_medians_and_their_ratio_to_the_first_row():
+    samples = {"base": [{"s": t} for t in (4.0, 2.0, 9.0)], "other": [{"s": t} for t in (1.0, 5.0, 6.0)]}
+    _, base, other = measure.table("title", samples, seconds="s").splitlines()
+    assert base.split() == ["base", "4.000000", "2.000000", "1.000x"]
+    assert other.split() == ["other", "5.000000", "1.000000", "1.250x"]
+
+
+def test_memory_is_what_the_allocator_gave():
+    w = torch.ones(1 << 18, requires_grad=True)  # 1 MiB
+    held = measure.mebibytes_on("cpu", lambda: (w * 2).exp().sum())
+    assert held["held MiB"] == pytest.approx(1, abs=0.01)  # the result of exp
+    assert 2 <= held["peak MiB"] <= 4
