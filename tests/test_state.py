@@ -274,8 +274,8 @@ def test_missing_sections_and_another_scheduler_are_named():
 def test_names_are_those_of_the_module_inside_torch_compile():
     model = nn.Linear(2, 1)
     compiled = torch.compile(model, backend="eager")
-    state = vf.train_state(compiled, torch.optim.SGD(compiled.parameters(), momentum=0.9))
+    state = train_state(compiled, torch.optim.SGD(compiled.parameters(), momentum=0.9))
     assert sorted(state["model"].keys()) == ["bias", "weight"]
     other = nn.Linear(2, 1)
-    vf.load_train_state(vf.train_state(model), torch.compile(other, backend="eager"))
+    load_train_state(train_state(model), torch.compile(other, backend="eager"))
     assert torch.equal(other.weight, model.weight)
