@@ -182,11 +182,13 @@ def test_disk_store_closes_its_file_with_the_last_slot(tmp_path):
 
 def test_disk_store_uses_space_again(tmp_path):
     store = vf.DiskStore(tmp_path)
+    held = store.put(torch.ones(50))
     for i in range(50):
         slots = [store.put(torch.full((100,), float(10 * i + j))) for j in range(4)]
         assert [int(slot.get()[0]) - 10 * i for slot in slots] == [0, 1, 2, 3]
         del slots
-    assert os.stat(open_file(tmp_path)).st_size == 4 * 400
+    assert os.stat(open_file(tmp_path)).st_size == 200 + 4 * 400
+    assert held.get().sum() == 50
 
 
 def test_disk_store_does_not_grow_with_the_number_of_different_sizes(tmp_path):

@@ -18,8 +18,9 @@ __all__ = ["router_heatmap"]
 def router_heatmap(obs: TensorDictBase, routers: tuple[Router, ...], caption: str = "") -> Figure:
     """The load of each expert over the mean load of its layer, layers by experts, as a matplotlib figure.
 
-    1 is balanced, 0 is an expert without tokens. Layers without tokens, and experts that a layer does not
-    have, are grey.
+    White, 1, is balanced; dark blue, 0, is an expert without tokens; red is more than the mean, the same red
+    from 3 times the mean on, so that figures compare and one hot expert does not hide the others. Layers
+    without tokens, and experts that a layer does not have, are grey.
 
     Args:
         obs: what `monitor_router` returned, or any sum of that: its `"router"` is read.
@@ -41,6 +42,7 @@ def router_heatmap(obs: TensorDictBase, routers: tuple[Router, ...], caption: st
         'Expert load over mean load, steps 1-100'
     """
     import matplotlib
+    from matplotlib.colors import TwoSlopeNorm
     from matplotlib.figure import Figure
 
     if "router" not in obs.keys() or len(obs["router", "tokens_per_expert"]) != len(routers):
@@ -50,17 +52,18 @@ def router_heatmap(obs: TensorDictBase, routers: tuple[Router, ...], caption: st
         )
     load = _relative_load(obs["router", "tokens_per_expert"].cpu(), routers)  # [L, E]
     num_layers, num_experts = load.shape
-    size = (min(4 + 0.25 * num_experts, 16), min(2 + 0.25 * num_layers, 16))  # inches
+    size = (min(4 + 0.25 * num_experts, 14), min(2 + 0.25 * num_layers, 9))  # inches
     figure = Figure(figsize=size, layout="constrained")
     axes = figure.add_subplot()
-    colors = matplotlib.colormaps["viridis"].with_extremes(bad="lightgrey")
-    image = axes.imshow(load.numpy(), aspect="auto", cmap=colors, vmin=0, interpolation="nearest")
+    colors = matplotlib.colormaps["RdBu_r"].with_extremes(bad="grey")
+    norm = TwoSlopeNorm(1, vmin=0, vmax=3)
+    image = axes.imshow(load.numpy(), aspect="auto", cmap=colors, norm=norm, interpolation="nearest")
     axes.set_xlabel("expert")
     axes.set_ylabel("layer")
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.yaxis.get_major_locator().set_params(integer=True)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.get_major_locator().set_params(integer=True, min_n_ticks=1)
     axes.set_title(", ".join(filter(None, ["Expert load over mean load", caption])))
-    figure.colorbar(image, label="load / mean load")
+    figure.colorbar(image, label="load / mean load", extend="max", ticks=[0, 1, 2, 3], aspect=30)
     return figure
 
 
