@@ -59,10 +59,10 @@ def json_lines(path: str | os.PathLike, *, resume_step: int | None = None) -> Si
         ValueError: with `resume_step`, if a line but the last is not one of ours.
 
     Example:
-        >>> import tempfile, veofunc as vf
-        >>> path = tempfile.mkdtemp() + "/metrics.jsonl"
+        >>> import pathlib, tempfile, veofunc as vf
+        >>> path = pathlib.Path(tempfile.mkdtemp(), "metrics.jsonl")
         >>> vf.log.json_lines(path)({"loss": 2.5}, 1)
-        >>> print(open(path).read(), end="")
+        >>> print(path.read_text(), end="")
         {"step": 1, "loss": 2.5}
     """
     path = Path(path)

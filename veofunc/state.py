@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from veofunc.checkpoint.manifest import Json
 from veofunc.checkpoint.snapshot import to_json
 from veofunc.rng import load_rng_state, rng_state
-from veofunc.transform import find_model
+from veofunc.transform import bare_module
 from veofunc.window import Window
 
 __all__ = ["load_train_state", "train_state"]
@@ -124,7 +124,7 @@ def load_train_state(
 
 
 def _model_state(model: nn.Module) -> TensorDict:
-    tensors = find_model(model, model).state_dict()
+    tensors = bare_module(model).state_dict()
     for name, value in tensors.items():
         if not isinstance(value, Tensor):
             raise TypeError(f"model.{name} must be a tensor, got extra state of {type(value)}")
@@ -132,7 +132,7 @@ def _model_state(model: nn.Module) -> TensorDict:
 
 
 def _load_model(saved: TensorDictBase, model: nn.Module) -> None:
-    model = find_model(model, model)
+    model = bare_module(model)
     values = model.state_dict()
     values.update({name: _placed(saved[name], target) for name, target in values.items()})
     model.load_state_dict(values)
@@ -199,7 +199,7 @@ def _state_value(key: str, value: Any, parameter: Tensor, group: Mapping[str, An
 def _names(model: nn.Module, optimizer: Optimizer) -> dict[Tensor, str]:
     """Fully qualified names of the optimizer's parameters, in the order of its numbers."""
     names: dict[Tensor, str] = {}
-    for name, parameter in find_model(model, model).named_parameters(remove_duplicate=False):
+    for name, parameter in bare_module(model).named_parameters(remove_duplicate=False):
         names.setdefault(parameter, name)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     foreign = [list(parameter.shape) for parameter in parameters if parameter not in names]

@@ -14,14 +14,14 @@ import contextlib
 import functools
 import threading
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
-__all__ = ["Transformed", "find_model", "merge_obs", "module_hooks", "observing"]
+__all__ = ["Transformed", "bare_module", "find_model", "merge_obs", "module_hooks", "observing"]
 
 
 class Transformed:
@@ -134,25 +134,38 @@ def find_model(fn: Callable, model: nn.Module | None = None) -> nn.Module | None
         TypeError: `model` is not a module.
     """
     if model is not None:
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-        return _bare(model)
-    while fn is not None:
-        if isinstance(fn, nn.Module):
-            return _bare(fn)
-        if isinstance(fn, Transformed) and fn.model is not None:
-            return fn.model
-        fn = _inside(fn)
+        return bare_module(model)
+    inner: Callable | None = fn
+    while inner is not None:
+        if isinstance(inner, nn.Module):
+            return bare_module(inner)
+        if isinstance(inner, Transformed) and inner.model is not None:
+            return inner.model
+        inner = _inside(inner)
     return None
+
+
+def bare_module(model: nn.Module) -> nn.Module:
+    """The user's own module inside `torch.compile` and data-parallel wrappers, whose paths people know.
+
+    Raises:
+        TypeError: `model` is not a module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        return bare_module(model.module)
+    inside_compile = getattr(model, "_orig_mod", None)
+    return bare_module(inside_compile) if isinstance(inside_compile, nn.Module) else model
 
 
 @contextlib.contextmanager
 def module_hooks(
     modules: Iterable[nn.Module],
     *,
-    before: Callable[[nn.Module], None] | None = None,
-    after: Callable[[nn.Module, Any], None] | None = None,
-) -> Iterator[None]:
+    before: Callable[[nn.Module], object] | None = None,
+    after: Callable[[nn.Module, Any], object] | None = None,
+) -> Generator[None]:
     """Calls `before(module)` and `after(module, output)` around the forward of each of `modules`.
 
     The hooks live as long as the block, also when it raises. They act only in this thread, so that two
@@ -166,20 +179,19 @@ def module_hooks(
             return False
         return threading.get_ident() != thread or torch._C._current_graph_task_id() != -1
 
-    def pre_hook(module, args):
-        if not elsewhere():
-            before(module)
+    def unless_elsewhere(hook: Callable[..., object]) -> Callable[..., None]:
+        def guarded(module, args, *output):
+            if not elsewhere():
+                hook(module, *output)
 
-    def post_hook(module, args, output):
-        if not elsewhere():
-            after(module, output)
+        return guarded
 
     with contextlib.ExitStack() as handles:
         for module in modules:
             if before is not None:
-                handles.callback(module.register_forward_pre_hook(pre_hook).remove)
+                handles.callback(module.register_forward_pre_hook(unless_elsewhere(before)).remove)
             if after is not None:
-                handles.callback(module.register_forward_hook(post_hook).remove)
+                handles.callback(module.register_forward_hook(unless_elsewhere(after)).remove)
         yield
 
 
@@ -193,7 +205,7 @@ def _transparent(fn: Callable | None) -> Transformed | None:
         if isinstance(fn, functools.partial):
             fn = fn.func
         elif getattr(fn, "__globals__", {}).get("__name__") == "torch._dynamo.external_utils":
-            fn = fn.__wrapped__  # the frame that torch.compile puts around a callable object
+            fn = getattr(fn, "__wrapped__", None)  # the frame that torch.compile puts around an object
         elif getattr(fn, "_torchdynamo_wrapper_id", None) in (None, id(fn)):  # else a copied attribute
             fn = getattr(fn, "_torchdynamo_orig_callable", None)
         else:
@@ -208,17 +220,6 @@ def _inside(fn: Callable) -> Callable | None:
     if isinstance(fn, types.MethodType):
         return fn.__self__ if isinstance(fn.__self__, nn.Module) else fn.__func__
     return getattr(fn, "__wrapped__", None)
-
-
-def _bare(model: nn.Module) -> nn.Module:
-    """The user's own module inside `torch.compile` and data-parallel wrappers, whose paths people know."""
-    while True:
-        if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
-            model = model.module
-        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
-            model = model._orig_mod
-        else:
-            return model
 
 
 def _extend(names: tuple[str, ...], name: str | None) -> tuple[str, ...]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -131,6 +133,6 @@ def _structure(obs: TensorDictBase) -> str:
 
 
 def _leaves(obs: TensorDictBase) -> list[tuple[tuple[str, ...], Tensor]]:
-    items = obs.items(include_nested=True, leaves_only=True)
-    paths = ((key if isinstance(key, tuple) else (key,), leaf) for key, leaf in items)
-    return sorted(paths, key=lambda item: item[0])
+    items = cast(Iterable[tuple[Any, Any]], obs.items(include_nested=True, leaves_only=True))
+    leaves = [(key if isinstance(key, tuple) else (key,), leaf) for key, leaf in items]
+    return sorted(leaves, key=lambda item: item[0])

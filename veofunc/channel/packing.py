@@ -66,7 +66,7 @@ def channel_ids(
     elif cu_seqlens is not None:
         documents = _documents_by_length(cu_seqlens, mask)
     else:
-        documents = document_ids.long()
+        documents = given["document_ids"].long()
     _check_count(documents, cu_seqlens, len(source), exact=document_ids is None)
     if mask is not None:
         _check_shape("mask", mask, documents)

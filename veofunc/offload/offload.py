@@ -7,10 +7,11 @@ import itertools
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 
 import torch
 from torch import Tensor, nn
+from torch._C._autograd import _saved_tensors_hooks_get_disabled_error_message as why_hooks_are_forbidden
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -86,7 +87,7 @@ def offload(
     @torch.compiler.disable  # saved-tensor hooks run in Python; compile fn, inside
     def call(*args, **kwargs):
         nonlocal warned
-        if torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None:
+        if why_hooks_are_forbidden() is not None:
             raise RuntimeError(_under_torch_func(fn))
         packer = _Packer(policy, store, keep, model, paths, ledger)
         with packer.active():
@@ -113,7 +114,7 @@ class _Packer:
         self.num_packed = self.num_offload = self.num_moved = self.num_refused = 0
 
     @contextlib.contextmanager
-    def active(self) -> Iterator[None]:
+    def active(self) -> Generator[None]:
         with (
             module_hooks(self.paths, before=self.running.append, after=self._leave),
             saved_tensors_hooks(self.pack, Handle.restore),

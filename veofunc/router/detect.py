@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from veofunc.transform import find_model, module_hooks
+from veofunc.transform import bare_module, module_hooks
 
 __all__ = ["Choice", "Router", "Search", "find_routers", "select_routers"]
 
@@ -71,7 +71,7 @@ def find_routers(model: nn.Module, *args: Any, **kwargs: Any) -> tuple[Router, .
         >>> vf.find_routers(torch.nn.Sequential(Router(8, 4)), torch.ones(3, 8))
         (Router(path='0', num_experts=4, top_k=2),)
     """
-    search = Search(find_model(model, model))
+    search = Search(bare_module(model))
     with torch.no_grad(), module_hooks(search.modules, after=search.look):
         model(*args, **kwargs)
     return tuple(router for router, _ in search.result())

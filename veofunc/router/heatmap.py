@@ -44,6 +44,7 @@ def router_heatmap(obs: TensorDictBase, routers: tuple[Router, ...], caption: st
     import matplotlib
     from matplotlib.colors import TwoSlopeNorm
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     if "router" not in obs.keys() or len(obs["router", "tokens_per_expert"]) != len(routers):
         raise ValueError(
@@ -61,7 +62,7 @@ def router_heatmap(obs: TensorDictBase, routers: tuple[Router, ...], caption: st
     axes.set_xlabel("expert")
     axes.set_ylabel("layer")
     for axis in (axes.xaxis, axes.yaxis):
-        axis.get_major_locator().set_params(integer=True, min_n_ticks=1)
+        axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.set_title(", ".join(filter(None, ["Expert load over mean load", caption])))
     figure.colorbar(image, label="load / mean load", extend="max", ticks=[0, 1, 2, 3], aspect=30)
     return figure

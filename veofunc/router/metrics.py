@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from statistics import fmean
 
 from tensordict import TensorDictBase
@@ -58,8 +57,9 @@ def router_metrics(obs: TensorDictBase, routers: tuple[Router, ...]) -> dict[str
         if sum(loads)
     }
     metrics = {}
-    for name, per_layer, worst in (("max", max, max), ("min", min, min), ("avg", _mean_abs, max)):
-        metrics |= _over_layers(f"moe/{name}_vio", per_layer, worst, violations)
+    for name, of_layer, worst in (("max", max, "max"), ("min", min, "min"), ("avg", _mean_abs, "max")):
+        layers = {layer: of_layer(values) for layer, values in violations.items()}
+        metrics |= _over_layers(f"moe/{name}_vio", layers, worst)
     unobserved = [layer for layer in range(len(routers)) if layer not in violations]
     if unobserved:
         metrics["moe/unobserved_layers"] = float(len(unobserved))
@@ -79,15 +79,9 @@ def _mean_abs(values: list[float]) -> float:
     return fmean(map(abs, values))
 
 
-def _over_layers(
-    name: str,
-    per_layer: Callable[[list[float]], float],
-    worst: Callable[[list[float]], float],
-    violations: dict[int, list[float]],
-) -> dict[str, float]:
-    layers = {layer: per_layer(values) for layer, values in violations.items()}
+def _over_layers(name: str, layers: dict[int, float], worst: str) -> dict[str, float]:
     metrics = {f"{name}/layer_{layer}": value for layer, value in layers.items()}
     if layers:
-        metrics[f"{name}/{worst.__name__}"] = worst(layers.values())
+        metrics[f"{name}/{worst}"] = (max if worst == "max" else min)(layers.values())
         metrics[f"{name}/mean"] = fmean(layers.values())
     return metrics
