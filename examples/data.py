@@ -4,6 +4,7 @@ A batch is a pure function of (corpus, seed, step), so a training run resumes ex
 state of a data loader. Shapes: B rows, T tokens per row.
 """
 
+import contextlib
 import sysconfig
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,6 +21,7 @@ import veofunc as vf
 CHANNELS = ("python", "cpp", "manual", "legal")
 IGNORE_INDEX = -100
 MIN_BYTES, MAX_BYTES = 32, 512  # of one piece of a document
+PACKAGES = ("torch", "tensordict", "numpy", "matplotlib", "pillow", "fonttools", "sympy", "tqdm", "wandb")
 
 Corpus = Mapping[str, list[bytes]]  # the documents of every channel
 
@@ -56,12 +58,16 @@ def cpp_headers() -> Iterator[Path]:
 
 
 def licence_texts() -> Iterator[Path]:
-    """The licences of the installed packages, and Python's own."""
+    """The licences of the packages that veofunc brings along, and Python's own.
+
+    Those of all installed packages would be another text whenever a package is installed.
+    """
     names = ("license", "licence", "copying", "notice")
-    for distribution in metadata.distributions():
-        for file in distribution.files or ():
-            if file.name.lower().startswith(names) and file.suffix not in {".py", ".pyc"}:
-                yield Path(str(file.locate()))
+    for package in PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            for file in metadata.distribution(package).files or ():
+                if file.name.lower().startswith(names) and file.suffix not in {".py", ".pyc"}:
+                    yield Path(str(file.locate()))
     yield Path(sysconfig.get_path("stdlib")) / "LICENSE.txt"
 
 

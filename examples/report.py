@@ -22,7 +22,7 @@ def make_log(out: Path, bar: tqdm, *, tokens_per_step: int) -> Callable:
             name=out.name,
             config=json.loads((out / "run.json").read_text()),
             dir=out,
-            settings={"silent": True},
+            settings={"silent": True, "console": "off"},
         ),
         png_files(out),
         show_on(bar),

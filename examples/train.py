@@ -118,9 +118,8 @@ def claim(options: argparse.Namespace, corpus: data.Corpus) -> None:
     """Make `--out` the directory of this run, or know it again; never touch anything else."""
     out, file = options.out, options.out / "run.json"
     names = ("seed", "device", "batch_size", "log_every", "threads")
-    ours = {name: str(getattr(options, name)) for name in names} | {
-        "installed_text": data.fingerprint(corpus)
-    }
+    ours = {name: str(getattr(options, name)) for name in names}
+    ours["installed_text"] = data.fingerprint(corpus)
     if not file.exists() or not file.read_text():  # empty: killed before it was written
         if out.exists() and set(out.iterdir()) - {file}:
             raise SystemExit(f"{out} holds something else than a run; choose another --out")
