@@ -535,3 +535,14 @@ def test_two_threads_observe_their_own_batches():
             for i, obs in zip(mine, observed, strict=True):
                 assert_equal_obs(obs, expected[i])
     assert len(results) == 2
+
+
+def test_the_batch_may_be_the_keyword_arguments():
+    labels, channel = torch.tensor([[1, 2, -100]]), torch.tensor([[0, 1, 1]])
+    losses = torch.tensor([[1.0, 2.0, 4.0]])
+
+    def loss_fn(*, losses, labels):
+        return losses * (labels > 0)
+
+    _, obs = vf.with_channel_loss(loss_fn, 2)(losses=losses, labels=labels, channel=channel)
+    assert obs["channel", "loss_sum"].tolist() == [1.0, 2.0]

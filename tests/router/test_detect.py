@@ -1,5 +1,6 @@
 """Which modules are routers, by structure: dtypes and shapes, with no table of names."""
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -200,6 +201,13 @@ def test_without_logits_the_module_says_how_many_experts_there_are():
     assert obs["router", "tokens_per_expert"].tolist() == [[1, 2, 1, 0, 0, 0, 0, 2]]
 
 
+@dataclasses.dataclass
+class Routing:
+    logits: torch.Tensor
+    weights: torch.Tensor
+    ids: torch.Tensor
+
+
 @pytest.mark.parametrize(
     "wrap",
     [
@@ -208,8 +216,9 @@ def test_without_logits_the_module_says_how_many_experts_there_are():
         lambda output: {"routing": {"chosen": output[2:], "rest": output[:2]}},
         lambda output: (None, output, 3),
         lambda output: (output[2].int(), output[1], output[0]),
+        lambda output: Routing(*output),
     ],
-    ids=["list", "mapping", "nested", "among others", "int32, another order"],
+    ids=["list", "mapping", "nested", "among others", "int32, another order", "dataclass"],
 )
 def test_the_output_may_be_any_nest_of_tensors(wrap):
     output = random_output("(float32[24, 8], float32[24, 2], int64[24, 2])", 0)
@@ -377,3 +386,117 @@ def test_globs_match_whole_segments_and_keep_the_order_of_the_model(routers, pat
 def test_a_glob_that_matches_part_of_a_path_only_is_refused(glob):
     with pytest.raises(ValueError, match=re.escape(f"glob {glob!r} in routers= matches none of the modules")):
         select_routers(PATHS, glob)
+
+
+class Gate(nn.Module):
+    """A router of E experts that returns what `layout` makes of (x, logits, weights, ids)."""
+
+    def __init__(self, layout, num_experts=4, top_k=2):
+        super().__init__()
+        self.projection = nn.Linear(6, num_experts)
+        self.layout, self.top_k = layout, top_k
+
+    def forward(self, x):
+        logits = self.projection(x)
+        weights, ids = logits.softmax(-1).topk(self.top_k)
+        return self.layout(x, logits, weights, ids)
+
+
+def usual(x, logits, weights, ids):
+    return logits, weights, ids
+
+
+class Gates(nn.Module):
+    """Runs the first `num_run` of its gates."""
+
+    def __init__(self, *gates):
+        super().__init__()
+        self.gates = nn.ModuleList(gates)
+
+    def forward(self, x, num_run=None):
+        for gate in self.gates[:num_run]:
+            gate(x)
+        return x
+
+
+ROWS = torch.randn(5, 6, generator=torch.Generator().manual_seed(0))
+
+
+def routed(obs):
+    return obs["router", "tokens_per_expert"].sum(-1).tolist()
+
+
+@pytest.mark.parametrize("shape", [(0, 6), (2, 0, 6)])
+@pytest.mark.parametrize("options", [{}, {"routers": "gates.*"}], ids=["found", "named"])
+def test_a_router_without_tokens_counts_none(shape, options):
+    monitored = vf.monitor_router(Gates(Gate(usual)), **options)
+    first = monitored(torch.zeros(shape))[1]
+    assert routed(first) == [0] and first["router", "tokens"].tolist() == [0]
+    assert routed(first + monitored(ROWS)[1] + monitored(torch.zeros(shape))[1]) == [10]
+
+
+def test_a_router_that_turns_out_to_have_other_experts_is_an_error_not_a_wrong_count():
+    monitored = vf.monitor_router(Gates(Gate(usual, 4), Gate(usual, 16)))
+    monitored(ROWS, 1)
+    with pytest.raises(ValueError, match="chooses among 16 experts, not 4 as the first call let assume"):
+        monitored(ROWS)
+
+
+def test_a_router_that_did_not_run_says_its_number_of_experts():
+    model = Gates(Gate(usual, 4), Gate(usual, 16))
+    model.gates[1].num_experts = 16
+    monitored = vf.monitor_router(model)
+    monitored(ROWS, 1)
+    assert monitored.routers == (("gates.0", 4, 2), ("gates.1", 16, 2))
+    assert routed(monitored(ROWS)[1]) == [10, 10]
+
+
+def test_of_several_widths_the_module_confirms_one():
+    model = Gates(Gate(lambda x, logits, weights, ids: (x, logits, weights, ids), 4))
+    model.gates[0].num_experts = 4
+    assert vf.find_routers(model, ROWS) == (("gates.0", 4, 2),)
+
+
+def test_a_mask_as_wide_as_the_module_says_is_no_choice():
+    def mask(x, logits, weights, ids):
+        return x, nn.functional.one_hot(ids[..., 0], 4), logits.softmax(-1)
+
+    model = Gates(Gate(mask, 4))
+    model.gates[0].num_experts = 4
+    with pytest.raises(ValueError, match="no router found"):
+        vf.find_routers(model, ROWS)
+
+
+def test_a_sibling_that_passes_the_choice_on_as_a_view_is_no_router():
+    class Dispatch(nn.Module):
+        def forward(self, logits, weights, ids):
+            return logits, weights.view(-1, 2), ids.view(-1, 2)
+
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate, self.dispatch = Gate(usual), Dispatch()
+
+        def forward(self, x):
+            return self.dispatch(*self.gate(x))
+
+    assert vf.find_routers(Both(), ROWS) == (("gate", 4, 2),)
+
+
+def test_a_named_router_without_logits_has_as_many_experts_as_its_matrix_has_rows():
+    model = Gates(Gate(lambda x, logits, weights, ids: (weights, ids)))
+    with pytest.raises(ValueError, match="no router found"):
+        vf.monitor_router(model)(ROWS)
+    monitored = vf.monitor_router(model, routers="gates.*")
+    assert routed(monitored(ROWS)[1]) == [10]
+    assert monitored.routers == (("gates.0", 4, 2),)
+
+
+def test_with_indices_a_weight_beside_the_ids_still_tells_load_from_none():
+    def half(x, logits, weights, ids):
+        return logits, weights * (torch.arange(5) < 2)[:, None], ids
+
+    monitored = vf.monitor_router(Gates(Gate(half)), routers="gates.*", indices=lambda output: output[2])
+    obs = monitored(ROWS)[1]
+    assert routed(obs) == [4]
+    assert obs["router", "zero_weight"].sum() == 6

@@ -736,7 +736,7 @@ def test_number_of_experts_that_cannot_be_seen_is_refused():
             return torch.zeros(len(x), 2).long()
 
     monitored = vf.monitor_router(nn.Sequential(Hidden()), routers="0", indices=lambda ids: ids)
-    with pytest.raises(ValueError, match=r"cannot see the number of experts of Hidden.*int64\[9, 2\]"):
+    with pytest.raises(ValueError, match=r"cannot see the number of experts of router Hidden.*int64\[9, 2\]"):
         monitored(make_x())
 
 

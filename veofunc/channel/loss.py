@@ -30,7 +30,8 @@ def with_channel_loss(
 
     `loss` is the mean or the sum of the token losses that count; `obs["channel"]` holds their sums per
     channel (see `channel_sums`). A token counts if its label is not `ignore_index`. The batch is the
-    mapping among the arguments that has the labels; its channel ids are one per token or one per row.
+    mapping among the arguments that has the labels, or the keyword arguments themselves; its channel ids
+    are one per token or one per row.
 
     Args:
         loss_fn: returns the token losses, of the labels' shape, in nats, e.g. from
@@ -157,13 +158,15 @@ def _channel_names(channels: int | tuple[str, ...]) -> tuple[str, ...]:
 
 def _labels_and_channel(args, kwargs, label_key, channel_key, channel) -> tuple[Tensor, Tensor]:
     """The labels and channel ids of the one batch among the arguments."""
-    mappings = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, TensorDictBase | Mapping)]
+    arguments = (*args, *kwargs.values(), kwargs)
+    mappings = [arg for arg in arguments if isinstance(arg, TensorDictBase | Mapping)]
     batches = [mapping for mapping in mappings if label_key in mapping.keys()]
     if len(batches) != 1:
-        have = "; ".join(str(sorted(map(str, mapping.keys()))) for mapping in mappings) or "none"
+        keys = [str(sorted(map(str, mapping.keys()))) for mapping in mappings if mapping.keys()]
         raise ValueError(
-            f"exactly one argument must be a TensorDict or mapping with {label_key!r} (label_key=), "
-            f"found {len(batches)}. Keys of the mappings among the arguments: {have}"
+            f"exactly one argument must be a TensorDict or mapping with {label_key!r} (label_key=), or "
+            f"{label_key}= be given by keyword, found {len(batches)}. Keys of the mappings among the "
+            f"arguments, and of the keyword arguments: {'; '.join(keys) or 'none'}"
         )
     batch = batches[0]
     if channel is None:

@@ -36,7 +36,7 @@ def channel_ids(
             is not a document.
         labels: of the tokens' shape, for batches without a mask: if `position_ids` show more documents
             than `source` has, the surplus must be documents without a label, the last ones first. They
-            are padding.
+            are padding. A mask is safer: labels cannot tell padding from a document that has none.
         ignore_index: the label that does not count.
 
     Returns:
@@ -110,7 +110,8 @@ def next_token(tokens: Tensor, document_ids: Tensor, ignore_index: int = -100) -
 
     Args:
         tokens: int [B, T] or [T]; labels that are not shifted yet will do, ignored ones stay ignored.
-        document_ids: int of the same shape, -1 for nobody.
+        document_ids: int of the same shape, -1 for nobody. Ids from positions number padding, too: where a
+            mask is 0 set them to -1, `document_ids.masked_fill(mask == 0, -1)`.
         ignore_index: the label for "predicts nothing".
 
     Returns:

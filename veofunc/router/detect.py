@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
 from fnmatch import fnmatchcase
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -104,29 +105,28 @@ class Search:
         return tuple(module for _, module in self.named)
 
     def look(self, module: nn.Module, output: Any) -> Choice | None:
-        """The choice that `module` made, if it is a router and nobody inside it made the same one."""
-        if self.indices is not None:
-            choice = _chosen_by(module, output, self.indices)
+        """The choice that `module` made, if it is a router and nobody inside it made the same one.
+
+        Raises:
+            ValueError: a named router's output does not show the ids, or not among how many experts.
+            TypeError: `indices` did not return integer ids.
+        """
+        if self.named is not None:
+            choice = _read_named(module, output, self.indices)
         else:
             choice = _find_choice(module, output)
-        if choice is None:
-            self.looked_at.setdefault(type(module).__name__, _describe(output))
-            if self.named is not None:
-                raise ValueError(
-                    f"router {type(module).__name__} returned {_describe(output)}, where no expert ids can "
-                    "be seen: pass indices=, a function from that to ids [..., K]"
-                )
-        elif self.named is None and self._passes_on(module, choice):
-            return None
-        else:
-            self.choices[module] = choice
+            if choice is None:
+                self.looked_at.setdefault(type(module).__name__, _describe(output))
+            if choice is None or self._passes_on(module, choice):
+                return None
+        self.choices[module] = choice
         return choice
 
     def _passes_on(self, module: nn.Module, choice: Choice) -> bool:
         """Whether `module` returns what a router inside it, or a router of another class, has chosen."""
         inside = set(module.modules()) - {module}
         return any(
-            router in inside or (choice.ids is made.ids and type(router) is not type(module))
+            router in inside or (_same(choice.ids, made.ids) and type(router) is not type(module))
             for router, made in self.choices.items()
         )
 
@@ -134,15 +134,18 @@ class Search:
         """The routers in `named_modules` order, also those that the call did not run."""
         if not self.choices:
             raise ValueError(self._nothing_found())
-        anyone = next(iter(self.choices.values()))
         like = {type(module): choice for module, choice in self.choices.items()}
         routers = self.named or tuple(
             (path, module) for path, module in self.model.named_modules() if type(module) in like
         )
         found = []
         for path, module in routers:
-            choice = self.choices.get(module) or like.get(type(module), anyone)
-            found.append((Router(path, choice.num_experts, choice.ids.shape[-1]), module))
+            if module in self.choices:
+                choice, num_experts = self.choices[module], self.choices[module].num_experts
+            else:  # it did not run: what it says, or what its class, or else anyone, showed
+                choice = like.get(type(module)) or next(iter(self.choices.values()))
+                num_experts = _says_num_experts(module) or choice.num_experts
+            found.append((Router(path, num_experts, choice.ids.shape[-1]), module))
         return tuple(found)
 
     def _nothing_found(self) -> str:
@@ -184,39 +187,80 @@ def select_routers(
     return tuple((p, module) for p, module in named if any(_matches(p, glob) for glob in globs))
 
 
-def _find_choice(module: nn.Module, output: Any) -> Choice | None:
+def _find_choice(module: nn.Module, output: Any, named: bool = False) -> Choice | None:
     """The choice in a router's output, or None if there is none to be seen."""
     tensors = list(_tensors(output))
     for ids in tensors:
-        if ids.dtype not in INDEX_DTYPES or ids.dim() < 2 or ids.numel() == 0:
+        if ids.dtype not in INDEX_DTYPES or ids.dim() < 2:
             continue
-        weights = next((t for t in tensors if t.is_floating_point() and t.shape == ids.shape), None)
-        num_experts = _width(module, tensors, ids)
-        if weights is not None and num_experts is not None and ids.shape[-1] < num_experts:  # else a mask
+        weights, num_experts = _weights(tensors, ids), _num_experts(module, tensors, ids, named)
+        if weights is not None and num_experts is not None and 0 < ids.shape[-1] < num_experts:  # else a mask
             return Choice(ids, weights, num_experts)
     return None
 
 
-def _chosen_by(module: nn.Module, output: Any, indices: Callable[[Any], Tensor]) -> Choice:
-    """The choice in `output`, with the ids that the user's function takes from it.
+def _read_named(module: nn.Module, output: Any, indices: Callable[[Any], Tensor] | None) -> Choice:
+    """The choice in the output of a module that is known to be a router."""
+    if indices is None:
+        choice = _find_choice(module, output, named=True)
+        if choice is None:
+            raise ValueError(
+                f"router {type(module).__name__} returned {_describe(output)}, where no expert ids can be "
+                "seen: pass indices=, a function from that to ids [..., K]. If they are there, give it an "
+                "attribute num_experts"
+            )
+        return choice
+    tensors, ids = list(_tensors(output)), _checked_ids(indices(output))
+    num_experts = _num_experts(module, tensors, ids, named=True)
+    if num_experts is None:
+        raise ValueError(
+            f"cannot see the number of experts of router {type(module).__name__}, which returned "
+            f"{_describe(output)}: give it an attribute num_experts, or return its logits [..., E], too"
+        )
+    return Choice(ids, _weights(tensors, ids), num_experts)
 
-    Raises:
-        TypeError: `indices` did not return integer ids.
-        ValueError: the ids have no dimension of slots, or the number of experts cannot be seen.
-    """
-    ids = indices(output)
+
+def _checked_ids(ids: Any) -> Tensor:
     if not isinstance(ids, Tensor) or ids.dtype not in INDEX_DTYPES:
         kind = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
         raise TypeError(f"indices= must return an int32 or int64 tensor of expert ids, got {kind}")
-    if ids.dim() < 2:
+    if ids.dim() < 2 or ids.shape[-1] == 0:
         raise ValueError(f"indices= must return ids of shape [..., K], got {list(ids.shape)}")
-    num_experts = _width(module, list(_tensors(output)), ids)
-    if num_experts is None:
-        raise ValueError(
-            f"cannot see the number of experts of {type(module).__name__}: it has no attribute "
-            f"num_experts and returned no logits [..., E], but {_describe(output)}"
-        )
-    return Choice(ids, None, num_experts)
+    return ids
+
+
+def _weights(tensors: list[Tensor], ids: Tensor) -> Tensor | None:
+    """The float tensor of the shape of `ids`, if there is one."""
+    return next((t for t in tensors if t.is_floating_point() and t.shape == ids.shape), None)
+
+
+def _num_experts(module: nn.Module, tensors: list[Tensor], ids: Tensor, named: bool) -> int | None:
+    """The width of the logits beside `ids`; of several, the first, or the one that the module confirms.
+
+    Without logits what the module says; of a named router also the rows of its only matrix.
+    """
+    wider = [t for t in tensors if t.is_floating_point() and t.dim() >= 2 and t.shape[-1] > ids.shape[-1]]
+    widths = [t.shape[-1] for t in wider if prod(t.shape[:-1]) == prod(ids.shape[:-1])]
+    said = _says_num_experts(module)
+    if said is not None and (said in widths or said <= ids.shape[-1] or not widths):
+        return said
+    return widths[0] if widths else _projection_width(module) if named else None
+
+
+def _says_num_experts(module: nn.Module) -> int | None:
+    num_experts = getattr(module, "num_experts", None)
+    return num_experts if isinstance(num_experts, int) else None
+
+
+def _projection_width(module: nn.Module) -> int | None:
+    """The rows of a router's only matrix, which makes its logits."""
+    matrices = [parameter for parameter in module.parameters() if parameter.dim() == 2]
+    return matrices[0].shape[0] if len(matrices) == 1 else None
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Whether both are one tensor, or views of one."""
+    return (a if a._base is None else a._base) is (b if b._base is None else b._base)
 
 
 def _describe(output: Any) -> str:
@@ -225,26 +269,20 @@ def _describe(output: Any) -> str:
     return f"({', '.join(parts)})" if parts else type(output).__name__
 
 
-def _width(module: nn.Module, tensors: list[Tensor], ids: Tensor) -> int | None:
-    """The number of experts: the width of the logits beside `ids`, else what the module says."""
-    rows, top_k = ids.numel() // ids.shape[-1] if ids.numel() else 0, ids.shape[-1]
-    for tensor in tensors:
-        wide = tensor.is_floating_point() and tensor.dim() >= 2 and tensor.shape[-1] > top_k
-        if wide and tensor.numel() // tensor.shape[-1] == rows:
-            return tensor.shape[-1]
-    num_experts = getattr(module, "num_experts", None)
-    return num_experts if isinstance(num_experts, int) else None
-
-
 def _tensors(output: Any) -> Iterator[Tensor]:
     if isinstance(output, Tensor):
         yield output
-    elif isinstance(output, Mapping):
-        for value in output.values():
+    else:
+        for value in _parts(output):
             yield from _tensors(value)
-    elif isinstance(output, tuple | list):
-        for value in output:
-            yield from _tensors(value)
+
+
+def _parts(output: Any) -> Iterable[Any]:
+    if isinstance(output, Mapping):
+        return output.values()
+    if is_dataclass(output) and not isinstance(output, type):
+        return [getattr(output, field.name) for field in fields(output)]
+    return output if isinstance(output, tuple | list) else ()
 
 
 def _matches(path: str, glob: str) -> bool:

@@ -27,9 +27,11 @@ def monitor_router(
 ) -> Transformed:
     """`fn` as a function that returns `(out, obs)`, with the experts that each router chose in it.
 
-    Routers are found by structure in the first call (see `find_routers`), or named by `routers`. Each
-    choice of each token is counted once, however often activation checkpointing computes it: wrap the
-    forward or the loss, not a step that runs backward.
+    Routers are found by structure in the first call (see `find_routers`), or named by `routers`. A class of
+    routers that does not run in the first call is not found, and what counts is what a router returns, not
+    what somebody makes of it later: name the routers if that matters. Each choice of each token is counted
+    once, however often activation checkpointing computes it: wrap the forward or the loss, not a step that
+    runs backward.
 
     Args:
         fn: a module or any function that runs `model`.
@@ -42,7 +44,7 @@ def monitor_router(
         A function that returns `(out, obs)`, with `routers`: a tuple of `(path, num_experts, top_k)` in
         `named_modules` order, known after the first call. `obs["router"]` has, int64, L routers and E
         the largest number of experts:
-        `tokens_per_expert` [L, E], slots with a weight other than 0;
+        `tokens_per_expert` [L, E], slots with a weight other than 0, or whose weight cannot be seen;
         `zero_weight` [L, E], slots with weight 0, which are no load;
         `tokens` [L], tokens that came by;
         `dropped` [L], slots whose id names no expert (negative, or E and more).
@@ -114,6 +116,12 @@ class _Counter:
         if choice is None:
             return
         num_experts = self.num_experts.setdefault(module, choice.num_experts)
+        if choice.num_experts != num_experts:
+            raise ValueError(
+                f"router {type(module).__name__} chooses among {choice.num_experts} experts, not "
+                f"{num_experts} as the first call let assume, in which it did not run: give it an attribute "
+                "num_experts"
+            )
         ids = choice.ids.detach().reshape(-1).long()  # [N * K]
         unused = torch.zeros_like(ids) if choice.weights is None else choice.weights.detach() == 0
         named = (ids >= 0) & (ids < num_experts)
