@@ -166,3 +166,27 @@ class TestErrors:
     def test_too_few_arguments(self):
         with pytest.raises(ValueError, match="argnums names argument 2, but there are 2"):
             vf.grad(f, argnums=2)(X, Y)
+
+    @pytest.mark.parametrize("argnums", [[0, 1], True, "0", None, 1.0, (0, True)])
+    def test_argnums_of_another_kind(self, argnums):
+        with pytest.raises(TypeError, match="argnums must be an int or a tuple of ints"):
+            vf.grad(f, argnums)
+
+    @pytest.mark.parametrize("argnums", [(), (0, 0)])
+    def test_argnums_that_repeat_or_are_none(self, argnums):
+        with pytest.raises(ValueError, match="argnums must be one or more different positions"):
+            vf.grad(f, argnums)
+
+    def test_positions_that_are_one_argument(self):
+        with pytest.raises(ValueError, match="name one argument twice"):
+            vf.grad(f, (0, -2))(X, Y)
+
+    def test_what_is_not_callable(self):
+        with pytest.raises(TypeError, match="func must be callable, got NoneType"):
+            vf.grad(None)
+
+    def test_where_the_engine_is_off(self):
+        with torch.inference_mode(), pytest.raises(RuntimeError, match=r"use torch\.func\.grad there"):
+            vf.grad(f)(X, Y)
+        with pytest.raises(RuntimeError, match=r"use torch\.func\.grad there"):
+            torch.func.vmap(vf.grad(lambda x: x.sum()))(torch.ones(2, 3))

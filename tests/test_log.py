@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import math
 
+import numpy as np
 import pytest
+import torch
 from matplotlib.figure import Figure
 
 import veofunc as vf
+from tests.limits import largest_file
 
 METRICS = {"channel_loss/python": 2.3125, "channel_loss/cpp": 1.5, "moe/max_vio/max": 0.25}
 
@@ -69,6 +72,47 @@ class TestJsonLines:
         vf.log.json_lines(path, resume_step=0)
         assert path.read_text() == ""
 
+    def test_a_whole_last_line_without_its_newline_is_kept(self, tmp_path):
+        path = tmp_path / "metrics.jsonl"
+        path.write_text('{"step": 1, "loss": 1.0}')
+        vf.log.json_lines(path, resume_step=1)({"loss": 2.0}, 2)
+        assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2]
+
+    def test_after_an_unfinished_line_a_new_one_begins(self, tmp_path):
+        path = tmp_path / "metrics.jsonl"
+        path.write_text('{"step": 1, "loss": 1.0}\n{"step": 2, "lo')
+        vf.log.json_lines(path)({"loss": 3.0}, 3)
+        vf.log.json_lines(path, resume_step=3)
+        assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 3]
+
+    def test_of_a_line_that_cannot_be_written_nothing_is_left(self, tmp_path):
+        path = tmp_path / "metrics.jsonl"
+        log = vf.log.json_lines(path)
+        log({"a": 1.0}, 1)
+        with largest_file(30), pytest.raises(OSError, match="File too large"):
+            log({"a": 2.0}, 2)
+        log({"a": 3.0}, 3)
+        assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 3]
+
+    def test_takes_every_kind_of_number(self, tmp_path):
+        path = tmp_path / "metrics.jsonl"
+        vf.log.json_lines(path)({"a": torch.tensor(1.5), "b": np.float32(2.5), "c": 3}, 1)
+        assert json.loads(path.read_text()) == {"step": 1, "a": 1.5, "b": 2.5, "c": 3.0}
+
+    @pytest.mark.parametrize(
+        ("metrics", "message"),
+        [
+            ({"a": "text"}, "metric 'a' must be a number, got 'text'"),
+            ({"a": torch.ones(2)}, "metric 'a' must be a number"),
+            ({"step": 5}, "a metric may not be called 'step'"),
+        ],
+    )
+    def test_refuses_what_is_no_metric(self, tmp_path, metrics, message):
+        path = tmp_path / "metrics.jsonl"
+        with pytest.raises(ValueError, match=message):
+            vf.log.json_lines(path)(metrics, 1)
+        assert not path.exists()
+
     def test_without_resume_nothing_is_removed(self, tmp_path):
         path = tmp_path / "metrics.jsonl"
         path.write_text("my own notes\n")
@@ -77,10 +121,11 @@ class TestJsonLines:
 
     def test_resume_does_not_touch_a_file_that_is_not_ours(self, tmp_path):
         path = tmp_path / "notes.txt"
-        path.write_text("my own notes\nmore\n")
-        with pytest.raises(ValueError, match=r"notes.txt, line 1, is not a line of metrics"):
-            vf.log.json_lines(path, resume_step=3)
-        assert path.read_text() == "my own notes\nmore\n"
+        for text in ("my own notes\nmore\n", "one line\n", "one line", "[1, 2]\n"):
+            path.write_text(text)
+            with pytest.raises(ValueError, match=r"notes.txt, line 1, is not a line of metrics"):
+                vf.log.json_lines(path, resume_step=3)
+            assert path.read_text() == text
 
 
 class TestSeveral:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import pickle
 import threading
 
 import pytest
@@ -13,7 +14,7 @@ from tensordict import TensorDict
 from torch import nn
 
 import veofunc as vf
-from veofunc.transform import Transformed, find_model, merge_obs, module_hooks, observing
+from veofunc.transform import Transformed, find_model, merge_obs, module_hooks, observing, read_obs
 
 
 def double(x: int, *, scale: int = 2) -> int:
@@ -97,10 +98,13 @@ class TestTransformed:
         with pytest.raises(AttributeError, match=r"strategy\(double\) has no attribute 'nams'.* offer names"):
             fn.nams  # noqa: B018
 
-    def test_can_be_copied(self):
-        fn = strategy(double, exposes={"names": lambda: ("a",)})
-        assert copy.copy(fn)(2) == copy.deepcopy(fn)(2) == 4
-        assert copy.copy(fn).names == ("a",)
+    def test_is_not_copied_with_its_model_nor_pickled(self):
+        fn = strategy(Model())
+        assert copy.copy(fn) is fn
+        with pytest.raises(TypeError, match=r"strategy\(Model\) cannot be copied.*transform the copy"):
+            copy.deepcopy(fn)
+        with pytest.raises(TypeError, match=r"strategy\(Model\) cannot be pickled"):
+            pickle.dumps(fn)
 
 
 class TestObserving:
@@ -168,6 +172,24 @@ class TestObserving:
     def test_fn_must_be_callable(self):
         with pytest.raises(TypeError, match=r"fn must be callable .*, got int"):
             observer(3, "a")
+
+
+class TestReadObs:
+    def test_gives_the_sums_of_one_transform_or_none_of_an_empty_window(self):
+        sums = TensorDict({"count": torch.tensor(1)})
+        assert read_obs(TensorDict({"a": sums}), "a", "observer")["count"] == 1
+        assert read_obs(vf.Window().obs, "a", "observer") is None
+
+    def test_sums_of_others_only_are_an_error(self):
+        with pytest.raises(
+            ValueError, match=r"obs has no 'a', only \['b'\]: wrap the function with observer"
+        ):
+            read_obs({"b": 1}, "a", "observer")
+
+    @pytest.mark.parametrize("obs", [None, vf.Window(), (1, 2)])
+    def test_what_is_no_obs_is_an_error(self, obs):
+        with pytest.raises(TypeError, match=r"obs must be a TensorDict of sums \(of a window: window.obs\)"):
+            vf.channel_metrics(obs, ("a",))
 
 
 class TestFindModel:

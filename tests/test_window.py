@@ -77,8 +77,17 @@ class TestWindow:
         with pytest.raises(TypeError, match="step must be an int"):
             vf.Window().add(obs(1), step)
 
+    @pytest.mark.parametrize("sums", [None, {"a": torch.tensor(1)}, (torch.tensor(1.0), TensorDict())])
+    def test_sums_must_be_a_tensordict(self, sums):
+        with pytest.raises(TypeError, match="obs must be a TensorDict of sums"):
+            vf.Window().add(sums, 1)
+
 
 class TestAllReduce:
+    def test_a_window_is_not_its_sums(self):
+        with pytest.raises(TypeError, match=r"of a window: window\.obs\), got Window"):
+            vf.all_reduce(vf.Window())
+
     def test_without_a_process_group_copies(self):
         given = obs(2)
         total = vf.all_reduce(given)

@@ -39,6 +39,7 @@ def grad(func: Callable, argnums: int | tuple[int, ...] = 0, has_aux: bool = Fal
     Raises:
         ValueError: see `grad_and_value`.
         TypeError: see `grad_and_value`.
+        RuntimeError: see `grad_and_value`.
 
     Example:
         >>> import torch, veofunc as vf
@@ -78,7 +79,9 @@ def grad_and_value(func: Callable, argnums: int | tuple[int, ...] = 0, has_aux: 
     Raises:
         ValueError: `func` did not use one of the tensors (named), where `torch.func` would return zeros;
             or it runs an FSDP2 module, which ignores swapped parameters; or its value is no scalar.
-        TypeError: a tensor to differentiate with respect to is not floating-point or complex.
+        TypeError: a tensor to differentiate with respect to is not floating-point or complex, or an option is
+            of the wrong kind.
+        RuntimeError: in `torch.inference_mode`, or under a transform of `torch.func`.
 
     Example:
         >>> import torch, veofunc as vf
@@ -90,7 +93,7 @@ def grad_and_value(func: Callable, argnums: int | tuple[int, ...] = 0, has_aux: 
 
     Source: `torch.func.grad_and_value`.
     """
-    positions = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    positions = _positions(func, argnums)
 
     @functools.wraps(func, updated=())
     def gradient_and_value(*args, **kwargs):
@@ -113,6 +116,17 @@ def grad_and_value(func: Callable, argnums: int | tuple[int, ...] = 0, has_aux: 
     return gradient_and_value
 
 
+def _positions(func: Callable, argnums: int | tuple[int, ...]) -> tuple[int, ...]:
+    if not callable(func):
+        raise TypeError(f"func must be callable, got {type(func).__name__}")
+    positions = argnums if isinstance(argnums, tuple) else (argnums,)
+    if not all(isinstance(position, int) and not isinstance(position, bool) for position in positions):
+        raise TypeError(f"argnums must be an int or a tuple of ints, got {argnums!r}")
+    if not positions or len(set(positions)) < len(positions):
+        raise ValueError(f"argnums must be one or more different positions, got {argnums!r}")
+    return positions
+
+
 class _Variables:
     """The tensors that one call differentiates with respect to, each once."""
 
@@ -120,6 +134,7 @@ class _Variables:
         self.differentiable = differentiable
         self.tensors: list[Tensor] = []
         self.names: list[str] = []
+        self.positions: list[int] = []
         self.index: dict[int, int] = {}  # id of the user's tensor -> its place in `tensors`
         self.trees: list[tuple[list[int], pytree.TreeSpec]] = []  # one per differentiated argument
 
@@ -129,6 +144,10 @@ class _Variables:
             raise ValueError(
                 f"argnums names argument {position}, but there are {len(args)} positional arguments"
             )
+        position %= len(args)
+        if position in self.positions:
+            raise ValueError(f"argnums name one argument twice, of {len(args)} positional arguments")
+        self.positions.append(position)
         leaves, spec = pytree.tree_flatten_with_path(args[position])
         where = [self._place(leaf, f"{position}{pytree.keystr(path)}") for path, leaf in leaves]
         self.trees.append((where, spec))
@@ -138,6 +157,11 @@ class _Variables:
         if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
             kind = leaf.dtype if isinstance(leaf, Tensor) else type(leaf).__name__
             raise TypeError(f"argument {name} must be a floating-point or complex tensor, got {kind}")
+        if torch.is_inference_mode_enabled() or torch._C._functorch.is_functorch_wrapped_tensor(leaf):
+            raise RuntimeError(
+                "veofunc.grad runs on the autograd engine, which is off in torch.inference_mode and under "
+                "torch.func's transforms; use torch.func.grad there"
+            )
         if id(leaf) not in self.index:
             # A tensor that an outer derivative runs through stays connected to it.
             outer = self.differentiable and leaf.requires_grad

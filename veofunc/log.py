@@ -19,6 +19,7 @@ from urllib.parse import urlparse
 __all__ = ["Sink", "json_lines", "several", "terminal", "wandb"]
 
 Sink = Callable[..., None]
+FIRST_WORDS = '{"step": '  # of every line of metrics
 NO_FIGURES: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -37,8 +38,8 @@ def terminal(*keys: str, write: Callable[[str], Any] = print) -> Sink:
     """
 
     def sink(metrics: Mapping[str, float], step: int, figures: Mapping[str, Any] = NO_FIGURES):
-        names = [name for key in keys for name in metrics if name.startswith(key)]
-        shown = names if keys else list(metrics)
+        chosen = [name for key in keys for name in metrics if name.startswith(key)]
+        shown = dict.fromkeys(chosen if keys else metrics)  # each once
         write(" | ".join([f"step {step}", *(f"{name} {metrics[name]:.4g}" for name in shown)]))
 
     return sink
@@ -56,7 +57,9 @@ def json_lines(path: str | os.PathLike, *, resume_step: int | None = None) -> Si
             left unfinished, are removed now: they will be written again. By default nothing is removed.
 
     Raises:
-        ValueError: with `resume_step`, if a line but the last is not one of ours.
+        ValueError: with `resume_step`, if a line is not one of ours; the file is left alone. At the call, if
+            a metric is no number or is called `step`.
+        OSError: the line cannot be written; then nothing of it is in the file.
 
     Example:
         >>> import pathlib, tempfile, veofunc as vf
@@ -71,9 +74,10 @@ def json_lines(path: str | os.PathLike, *, resume_step: int | None = None) -> Si
         _cut_after(path, resume_step)
 
     def sink(metrics: Mapping[str, float], step: int, figures: Mapping[str, Any] = NO_FIGURES):
-        values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        with path.open("a") as file:
-            file.write(json.dumps({"step": step, **values}) + "\n")
+        if "step" in metrics:
+            raise ValueError("a metric may not be called 'step', the name of the step itself")
+        values = {name: _json_number(name, value) for name, value in metrics.items()}
+        _append_line(path, json.dumps({"step": step, **values}))
 
     return sink
 
@@ -129,19 +133,42 @@ def several(*sinks: Sink) -> Sink:
     return sink
 
 
+def _json_number(name: str, value: Any) -> float | None:
+    try:
+        number = float(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"metric {name!r} must be a number, got {value!r}") from error
+    return number if math.isfinite(number) else None
+
+
+def _append_line(path: Path, line: str) -> None:
+    """Adds `line` as a line of its own, or nothing at all."""
+    with path.open("ab+", buffering=0) as file:
+        end = file.seek(0, os.SEEK_END)
+        file.seek(max(end - 1, 0))
+        start = b"" if file.read(1) in (b"", b"\n") else b"\n"  # after what a crash left unfinished
+        content = start + line.encode() + b"\n"
+        try:
+            written = file.write(content)
+            if written < len(content):
+                file.write(content[written:])  # says why
+        except OSError:
+            file.truncate(end)
+            raise
+
+
 def _cut_after(path: Path, step: int) -> None:
-    """Rewrites a file of JSON lines without those of later steps and without an unfinished last one."""
-    lines = path.read_text().splitlines(keepends=True)
+    """Rewrites a file of JSON lines without those of later steps and without unfinished ones."""
     kept = []
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
         try:
             line_step = json.loads(line)["step"]
         except (ValueError, TypeError, KeyError) as error:
-            if number == len(lines):
-                break
-            raise ValueError(f"{path}, line {number}, is not a line of metrics: {line!r}") from error
-        if line_step <= step and line.endswith("\n"):
-            kept.append(line)
+            if not FIRST_WORDS.startswith(line[: len(FIRST_WORDS)]):
+                raise ValueError(f"{path}, line {number}, is not a line of metrics: {line!r}") from error
+            continue  # the beginning of one of ours
+        if line_step <= step:
+            kept.append(line + "\n")
     beside = path.with_name(path.name + ".tmp")
     beside.write_text("".join(kept))
     beside.replace(path)

@@ -21,7 +21,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
-__all__ = ["Transformed", "bare_module", "find_model", "merge_obs", "module_hooks", "observing"]
+__all__ = ["Transformed", "bare_module", "find_model", "merge_obs", "module_hooks", "observing", "read_obs"]
 
 
 class Transformed:
@@ -63,6 +63,18 @@ class Transformed:
 
     def __call__(self, *args, **kwargs):
         return self._call(*args, **kwargs)
+
+    def __deepcopy__(self, memo):
+        raise TypeError(
+            f"{self!r} cannot be copied with what it wraps: its call would go on using the original. Copy "
+            "that, and transform the copy"
+        )
+
+    def __reduce__(self):
+        raise TypeError(f"{self!r} cannot be pickled: pickle what it wraps, and transform it again")
+
+    def __copy__(self):
+        return self
 
     def __get__(self, instance, owner=None):
         return self if instance is None else types.MethodType(self, instance)
@@ -122,6 +134,26 @@ def merge_obs(obs: TensorDictBase, name: str, own: TensorDictBase) -> TensorDict
     if name in obs.keys():
         raise ValueError(_clash(name))
     return TensorDict({**dict(obs.items()), name: own})
+
+
+def read_obs(obs: TensorDictBase, name: str, transform: str) -> TensorDictBase | None:
+    """`obs[name]`, the sums of one transform; None if there are no sums at all, as in an empty window.
+
+    Raises:
+        TypeError: `obs` is not a TensorDict or mapping.
+        ValueError: there are sums, but none of that name.
+    """
+    if not isinstance(obs, TensorDictBase | Mapping):
+        raise TypeError(
+            f"obs must be a TensorDict of sums (of a window: window.obs), got {type(obs).__name__}"
+        )
+    if not obs.keys():
+        return None
+    if name not in obs.keys():
+        raise ValueError(
+            f"obs has no {name!r}, only {sorted(obs.keys())}: wrap the function with {transform}"
+        )
+    return obs[name]
 
 
 def find_model(fn: Callable, model: nn.Module | None = None) -> nn.Module | None:

@@ -58,9 +58,10 @@ class Window:
             step: the step it belongs to, an int that never falls.
 
         Raises:
-            TypeError: `step` is not an int.
+            TypeError: `step` is not an int, or `obs` is not a TensorDict.
             ValueError: `step` is smaller than the last one, or `obs` has other names or shapes.
         """
+        _check_sums(obs)
         if isinstance(step, bool) or not isinstance(step, int):
             raise TypeError(f"step must be an int, got {step!r}")
         if self.empty:
@@ -94,6 +95,7 @@ def all_reduce(obs: TensorDictBase, group: dist.ProcessGroup | None = None) -> T
 
     Raises:
         ValueError: on every rank, if the structure differs between ranks; names who has what.
+        TypeError: `obs` is not a TensorDict.
 
     Example:
         >>> import torch, veofunc as vf
@@ -101,6 +103,7 @@ def all_reduce(obs: TensorDictBase, group: dist.ProcessGroup | None = None) -> T
         >>> vf.all_reduce(TensorDict({"count": torch.tensor(3)}))["count"]
         tensor(3)
     """
+    _check_sums(obs)
     total = obs.clone()
     if not (dist.is_available() and dist.is_initialized()):
         return total
@@ -113,6 +116,14 @@ def all_reduce(obs: TensorDictBase, group: dist.ProcessGroup | None = None) -> T
         for leaf, part in zip(same, flat.split([leaf.numel() for leaf in same]), strict=True):
             leaf.copy_(part.view_as(leaf))
     return total
+
+
+def _check_sums(obs: TensorDictBase) -> None:
+    if not isinstance(obs, TensorDictBase):
+        raise TypeError(
+            "obs must be a TensorDict of sums, as an observing transform returns it (of a window: "
+            f"window.obs), got {type(obs).__name__}"
+        )
 
 
 def _check_same_structure(obs: TensorDictBase, group: dist.ProcessGroup | None) -> None:

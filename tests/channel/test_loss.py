@@ -404,8 +404,8 @@ def test_sixty_four_numbered_channels_unless_told_otherwise():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"channels": 0}, ValueError, "channels must be at least 1, got 0"),
-        ({"channels": -3}, ValueError, "channels must be at least 1, got -3"),
+        ({"channels": 0}, ValueError, "channels must be a number from 1 to 1048576, got 0"),
+        ({"channels": -3}, ValueError, "channels must be a number from 1 to 1048576, got -3"),
         ({"channels": True}, TypeError, "channels must be a tuple of non-empty names or a number, got True"),
         ({"channels": 2.0}, TypeError, "channels must be a tuple of non-empty names or a number, got 2.0"),
         ({"channels": None}, TypeError, "channels must be a tuple of non-empty names or a number, got None"),
@@ -546,3 +546,35 @@ def test_the_batch_may_be_the_keyword_arguments():
 
     _, obs = vf.with_channel_loss(loss_fn, 2)(losses=losses, labels=labels, channel=channel)
     assert obs["channel", "loss_sum"].tolist() == [1.0, 2.0]
+
+
+def test_equal_losses_do_not_drift():
+    num_tokens = 1 << 17
+    losses, ones = torch.full((num_tokens,), 0.1), torch.ones(num_tokens).long()
+    sums = vf.channel_sums(losses, ones, ones * 0, 1)
+    assert sums["loss_sum"].dtype == torch.float32
+    assert sums["loss_sum"].item() == pytest.approx(0.1 * num_tokens, rel=1e-6)
+
+
+def test_a_loss_with_a_channel_argument_of_its_own_gets_it():
+    labels, ids = torch.ones(1, 3).long(), torch.tensor([[0, 1, 1]])
+
+    def loss_fn(batch, channel):
+        return channel.float()
+
+    loss, obs = vf.with_channel_loss(loss_fn, 2)({"labels": labels}, channel=ids)
+    assert loss == pytest.approx(2 / 3)
+    assert obs["channel", "loss_sum"].tolist() == [0.0, 2.0]
+
+
+@pytest.mark.parametrize("ignore_index", [None, 1.5, "x", True])
+def test_ignore_index_must_be_an_int(ignore_index):
+    with pytest.raises(TypeError, match="ignore_index must be an int"):
+        vf.with_channel_loss(lambda batch: batch, 2, ignore_index=ignore_index)
+
+
+def test_complex_ids_and_absurd_numbers_of_channels_are_refused():
+    with pytest.raises(TypeError, match=r"channel must be an integer tensor, got torch\.complex64"):
+        vf.channel_sums(torch.ones(2), torch.ones(2).long(), torch.ones(2, dtype=torch.complex64), 2)
+    with pytest.raises(ValueError, match="channels must be a number from 1 to 1048576"):
+        vf.with_channel_loss(lambda batch: batch, 10**12)

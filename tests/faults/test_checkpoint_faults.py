@@ -1,16 +1,15 @@
 """What a checkpoint promises when a write fails, a file is damaged, or the process is killed."""
 
 import logging
-import resource
 import shutil
 import subprocess
 import sys
-from contextlib import contextmanager
 
 import pytest
 import torch
 from tensordict import NonTensorData, TensorDict
 
+from tests.limits import largest_file
 from veofunc.checkpoint import CheckpointError, async_checkpointer
 
 
@@ -21,17 +20,6 @@ def state_of(value: float, numel: int = 16, num_tensors: int = 3) -> TensorDict:
 
 def values_of(state: TensorDict) -> set[float]:
     return {x for tensor in state["model"].values() for x in tensor.unique().tolist()}
-
-
-@contextmanager
-def files_no_larger_than(nbytes: int):
-    """Every write beyond `nbytes` of a file fails, in all threads, as on a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def names_in(directory) -> list[str]:
@@ -46,7 +34,7 @@ class TestFailedWrite:
         return ckpt
 
     def fail(self, ckpt, step=2):
-        with files_no_larger_than(1 << 20):
+        with largest_file(1 << 20):
             save = ckpt.save(state_of(step, numel=1 << 20), step)
             save._future.exception()
         assert save.done

@@ -1471,3 +1471,34 @@ def test_offload_inside_a_checkpointed_region_is_bit_equal(use_reentrant):
     assert_equal(plain, outcome(model, body, x))
     gc.collect()
     assert_books_balance(fn)
+
+
+@pytest.mark.parametrize("inside", [lambda model: model, vf.monitor_router], ids=["alone", "monitored"])
+def test_a_compiled_function_inside_is_compiled_once(inside):
+    graphs = []
+
+    def backend(graph, example_inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    class Gate(torch.nn.Linear):
+        def forward(self, x):
+            logits = super().forward(x)
+            weights, ids = logits.softmax(-1).topk(2)
+            return logits, weights, ids
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate, self.out = Gate(8, 4), torch.nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.out(x) * self.gate(x)[1].sum(-1, keepdim=True)
+
+    torch.compiler.reset()
+    fn = vf.offload(torch.compile(inside(Model()), backend=backend), vf.policies.nothing)
+    fn(torch.ones(3, 8))
+    num_graphs = len(graphs)
+    for _ in range(12):  # more than torch compiles one function anew before it gives up
+        fn(torch.ones(3, 8))
+    assert len(graphs) - num_graphs <= 1  # the first call of a monitor looks at every module

@@ -27,9 +27,27 @@ class CloneSlot:
         self.ended.append(True)
 
 
+class OneSlot:
+    """A store whose `put` returns a given slot."""
+
+    def __init__(self, slot):
+        self.slot = slot
+
+    def accepts(self, tensor):
+        return True
+
+    def put(self, tensor):
+        slot, self.slot = self.slot, None
+        return slot
+
+
+def moved_to(slot, tensor, ledger):
+    return Moved(OneSlot(slot), tensor, tensor.nbytes, ledger)
+
+
 def moved_handle(tensor, ledger, ended=None):
     handle = Handle(tensor, tensor.nbytes, ledger)
-    handle.move(Moved(CloneSlot(tensor, [] if ended is None else ended), tensor.nbytes, ledger))
+    handle.move(moved_to(CloneSlot(tensor, [] if ended is None else ended), tensor, ledger))
     return handle
 
 
@@ -136,7 +154,7 @@ def test_a_handle_that_dies_unread_counts_as_dropped_and_frees_its_slot():
 
 def test_handles_of_one_tensor_share_a_slot_until_the_last_dies():
     ledger, ended, tensor = Ledger(), [], torch.ones(3)
-    moved = Moved(CloneSlot(tensor, ended), 12, ledger)
+    moved = moved_to(CloneSlot(tensor, ended), tensor, ledger)
     first, second = Handle(tensor, 12, ledger), Handle(tensor, 12, ledger)
     first.move(moved)
     second.move(moved)
@@ -158,5 +176,26 @@ def test_seconds_in_the_slot_are_counted():
             return torch.ones(1)
 
     ledger = Ledger()
-    Moved(SlowSlot(), 4, ledger).get()
+    moved_to(SlowSlot(), torch.ones(1), ledger).get()
     assert ledger.snapshot()["wait_seconds"] >= 0.05
+
+
+@pytest.mark.parametrize("slot", [None, torch.ones(2), "slot"])
+def test_a_store_that_returns_no_slot_is_refused_at_once(slot):
+    ledger = Ledger()
+    with pytest.raises(TypeError, match="must return a slot with a method get"):
+        moved_to(slot, torch.ones(2), ledger)
+    assert counts(ledger) == {}
+
+
+@pytest.mark.parametrize(
+    "content", [torch.ones(3), torch.ones(2).double(), None], ids=["shape", "dtype", "none"]
+)
+def test_a_store_that_gives_back_something_else_is_found_out(content):
+    class Slot:
+        def get(self):
+            return content
+
+    moved = moved_to(Slot(), torch.ones(2), Ledger())
+    with pytest.raises(RuntimeError, match=r"the store put away a tensor of .*\(2,\).*, and gave back"):
+        moved.get()

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import veofunc as vf
+from tests.limits import largest_file
 from veofunc.offload.stores import Layout
 
 FLOAT8 = [getattr(torch, name) for name in dir(torch) if name.startswith("float8_")]
@@ -227,16 +228,6 @@ def test_disk_store_holds_thousands_of_slots_with_one_file_descriptor(tmp_path):
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-@contextlib.contextmanager
-def largest_file(nbytes):
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 def test_a_full_disk_raises_with_path_and_cause_and_what_is_there_stays_good(tmp_path):
     store = vf.DiskStore(tmp_path)
     message = f"cannot offload 1048576 bytes to a file in {tmp_path}: File too large"
@@ -311,3 +302,42 @@ def test_threads_share_a_disk_store(tmp_path):
     for thread in threads:
         thread.join()
     assert wrong == []
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")  # Python 3.12
+def test_a_fork_writes_into_a_file_of_its_own(tmp_path):
+    store = vf.DiskStore(tmp_path)
+    before, freed = store.put(torch.full((64,), 1.0)), store.put(torch.full((64,), 2.0))
+    del freed  # both processes would use this block again
+    read_end, write_end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(BaseException):
+            mine = store.put(torch.full((64,), 3.0))
+            os.write(write_end, b"put")
+            try:
+                before.get()
+            except RuntimeError as error:
+                os.write(write_end, b" refused" if "before a fork" in str(error) else b" ?")
+            os.write(write_end, b" good" if mine.get().eq(3.0).all() else b" wrong")
+        os._exit(0)
+    after = store.put(torch.full((64,), 4.0))
+    os.waitpid(child, 0)
+    os.close(write_end)
+    with os.fdopen(read_end, "rb") as pipe:
+        assert pipe.read() == b"put refused good"
+    assert before.get().eq(1.0).all() and after.get().eq(4.0).all()
+
+
+def test_an_interrupted_write_gives_its_block_back(tmp_path, monkeypatch):
+    store = vf.DiskStore(tmp_path)
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            store.put(torch.ones(8))
+    assert store.put(torch.full((8,), 2.0)).get().tolist() == [2.0] * 8
+    assert os.fstat(store._file.file.fileno()).st_size == 32

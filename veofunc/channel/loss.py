@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,6 +15,8 @@ from veofunc.transform import Transformed, merge_obs, observing
 __all__ = ["channel_sums", "with_channel_loss"]
 
 REDUCTIONS = ("mean", "sum")
+NOT_IDS = (torch.bool, torch.complex32, torch.complex64, torch.complex128)
+MAX_CHANNELS = 1 << 20  # each costs a name and two sums; more is a mistake
 
 
 def with_channel_loss(
@@ -28,7 +31,8 @@ def with_channel_loss(
 ) -> Transformed:
     """`loss_fn`, which returns one loss per token, as a function that returns `(loss, obs)`.
 
-    `loss` is the mean or the sum of the token losses that count; `obs["channel"]` holds their sums per
+    `loss` is the mean or the sum of the token losses that count (without any the mean is NaN, as torch's, and
+    its gradients are zeros); `obs["channel"]` holds their sums per
     channel (see `channel_sums`). A token counts if its label is not `ignore_index`. The batch is the
     mapping among the arguments that has the labels, or the keyword arguments themselves; its channel ids
     are one per token or one per row.
@@ -39,7 +43,8 @@ def with_channel_loss(
         channels: names, or a number C of channels that are called `"0"` to `"C-1"`.
         reduction: `"mean"` over the tokens that count, or `"sum"`.
         channel_key: name of the channel ids in the batch; int of the labels' shape [B, T], or [B]. The
-            keyword argument `channel=` of the returned function takes precedence.
+            keyword argument `channel=` of the returned function takes precedence; `loss_fn` sees it only
+            if it has an argument of that name.
         label_key: name of the labels in the batch; int [B, T] or any other shape.
         ignore_index: the label that does not count.
         has_aux: `loss_fn` returns `(token_loss, aux)`.
@@ -70,12 +75,16 @@ def with_channel_loss(
     Source: the per-source loss of VeOmni and ms-swift, as sums.
     """
     names = _channel_names(channels)
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
+        raise TypeError(f"ignore_index must be an int, got {ignore_index!r}")
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
     observed = observing(loss_fn, has_aux)
+    takes_channel = _takes(loss_fn, "channel")
 
-    def call(*args, channel: Tensor | None = None, **kwargs):
-        labels, channel = _labels_and_channel(args, kwargs, label_key, channel_key, channel)
+    def call(*args, **kwargs):
+        given = kwargs.get("channel") if takes_channel else kwargs.pop("channel", None)
+        labels, channel = _labels_and_channel(args, kwargs, label_key, channel_key, given)
         token_loss, obs = observed(*args, **kwargs)
         _check_token_loss(token_loss, labels, loss_fn)
         sums = channel_sums(token_loss, labels, channel, len(names), ignore_index)
@@ -127,9 +136,11 @@ def channel_sums(
     counted = labels != ignore_index
     known = (channel >= 0) & (channel < num_channels)
     slot = torch.where(known, channel, num_channels).reshape(-1)
-    wide = torch.promote_types(token_loss.dtype, torch.float32)
-    losses = torch.where(counted, token_loss.detach(), 0).to(wide).reshape(-1)
+    # Added one by one, so in float64: a million equal float32 losses would be off by a per cent.
+    exact = torch.float32 if token_loss.device.type == "mps" else torch.float64  # MPS has no float64
+    losses = torch.where(counted, token_loss.detach(), 0).to(exact).reshape(-1)
     loss_sum = losses.new_zeros(num_channels + 1).index_add(0, slot, losses)
+    loss_sum = loss_sum.to(torch.promote_types(token_loss.dtype, torch.float32))
     ones = counted.reshape(-1).long()
     token_count = ones.new_zeros(num_channels + 1).index_add(0, slot, ones)
     return TensorDict(
@@ -144,8 +155,8 @@ def channel_sums(
 
 def _channel_names(channels: int | tuple[str, ...]) -> tuple[str, ...]:
     if isinstance(channels, int) and not isinstance(channels, bool):
-        if channels < 1:
-            raise ValueError(f"channels must be at least 1, got {channels}")
+        if not 1 <= channels <= MAX_CHANNELS:
+            raise ValueError(f"channels must be a number from 1 to {MAX_CHANNELS}, got {channels}")
         return tuple(map(str, range(channels)))
     sequence = isinstance(channels, tuple | list)
     if not sequence or not all(isinstance(name, str) and name for name in channels):
@@ -154,6 +165,14 @@ def _channel_names(channels: int | tuple[str, ...]) -> tuple[str, ...]:
     if not names or len(set(names)) < len(names):
         raise ValueError(f"channels must be one or more different names, got {names!r}")
     return names
+
+
+def _takes(fn: Callable, name: str) -> bool:
+    """Whether `fn` itself has an argument of that name."""
+    try:
+        return name in inspect.signature(getattr(fn, "forward", fn)).parameters
+    except ValueError:  # a builtin does not say
+        return False
 
 
 def _labels_and_channel(args, kwargs, label_key, channel_key, channel) -> tuple[Tensor, Tensor]:
@@ -195,7 +214,7 @@ def _check_token_loss(token_loss: Any, labels: Tensor, loss_fn: Callable) -> Non
 
 def _per_token(channel: Tensor, labels: Tensor) -> Tensor:
     """`channel` with one id per label, from one per label or one per row."""
-    if not isinstance(channel, Tensor) or channel.is_floating_point() or channel.dtype == torch.bool:
+    if not isinstance(channel, Tensor) or channel.dtype in NOT_IDS or channel.is_floating_point():
         kind = channel.dtype if isinstance(channel, Tensor) else type(channel).__name__
         raise TypeError(f"channel must be an integer tensor, got {kind}")
     if channel.shape == labels.shape:

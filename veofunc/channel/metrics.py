@@ -6,6 +6,8 @@ import math
 
 from tensordict import TensorDictBase
 
+from veofunc.transform import read_obs
+
 __all__ = ["channel_metrics"]
 
 
@@ -25,6 +27,7 @@ def channel_metrics(obs: TensorDictBase, channels: tuple[str, ...]) -> dict[str,
 
     Raises:
         ValueError: `obs` has sums but none of channels, or of another number of channels.
+        TypeError: `obs` is not a TensorDict or mapping.
 
     Example:
         >>> import torch, veofunc as vf
@@ -34,13 +37,9 @@ def channel_metrics(obs: TensorDictBase, channels: tuple[str, ...]) -> dict[str,
         >>> metrics["channel_loss/code"], metrics["channel_loss_weighted/prose"]
         (1.5, 2.0)
     """
-    if not obs.keys():
+    sums = read_obs(obs, "channel", "with_channel_loss")
+    if sums is None:
         return {}
-    if "channel" not in obs.keys():
-        raise ValueError(
-            f"obs has no 'channel', only {sorted(obs.keys())}: wrap the loss with with_channel_loss"
-        )
-    sums = obs["channel"]
     loss_sums, token_counts = sums["loss_sum"].tolist(), sums["token_count"].tolist()
     if len(channels) != len(loss_sums):
         raise ValueError(f"obs has {len(loss_sums)} channels, got {len(channels)} names: {channels}")

@@ -116,7 +116,7 @@ class _Packer:
     @contextlib.contextmanager
     def active(self) -> Generator[None]:
         with (
-            module_hooks(self.paths, before=self.running.append, after=self._leave),
+            module_hooks(self.paths, before=self._enter, after=self._leave),
             saved_tensors_hooks(self.pack, Handle.restore),
         ):
             yield
@@ -160,6 +160,9 @@ class _Packer:
             index=self.num_packed - 1,
         )
 
+    def _enter(self, module: nn.Module) -> None:
+        self.running.append(module)
+
     def _leave(self, module: nn.Module, output) -> None:
         # Also leaves modules whose forward raised: their hook did not run.
         while self.running and self.running.pop() is not module:
@@ -188,7 +191,7 @@ class _Packer:
         source, moved = self.known.get(key, (None, lambda: None))
         moved = moved() if source is not None and not source.expired() else None
         if moved is None:
-            moved = Moved(self.store.put(handle.tensor), handle.nbytes, self.ledger)
+            moved = Moved(self.store, handle.tensor, handle.nbytes, self.ledger)
             self.known[key] = (StorageWeakRef(storage), weakref.ref(moved))
             self.ledger.add("moved", handle.nbytes)
             self.num_moved += 1

@@ -53,7 +53,7 @@ everything
 """
 
 nothing = Policy("nothing", None, lambda saved: Fate.KEEP)
-"""Keep every saved tensor: the baseline to compare with."""
+"""Keep every saved tensor, the baseline to compare with."""
 
 
 def larger_than(nbytes: int) -> Policy:

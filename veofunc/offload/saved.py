@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from veofunc.offload.ledger import Ledger
-from veofunc.offload.stores import Slot
+from veofunc.offload.stores import Slot, Store
 
 __all__ = ["Fate", "Handle", "Moved", "SavedTensor"]
 
@@ -51,22 +51,34 @@ class SavedTensor:
 
 
 class Moved:
-    """Owns one slot of a store. Handles of tensors that are the same tensor share it."""
+    """Owns the copy of one tensor in a store. Handles of tensors that are the same tensor share it."""
 
-    __slots__ = ("__weakref__", "_ledger", "_slot", "nbytes")
+    __slots__ = ("__weakref__", "_kind", "_ledger", "_slot", "nbytes")
 
-    def __init__(self, slot: Slot, nbytes: int, ledger: Ledger):
-        self._slot, self.nbytes, self._ledger = slot, nbytes, ledger
+    def __init__(self, store: Store, tensor: Tensor, nbytes: int, ledger: Ledger):
+        self._slot: Slot = store.put(tensor)
+        if not isinstance(self._slot, Slot):
+            raise TypeError(f"put of {store!r} must return a slot with a method get, got {self._slot!r}")
+        self._kind = _kind(tensor)
+        self.nbytes, self._ledger = nbytes, ledger
         ledger.add("live", nbytes)
 
     def get(self) -> Tensor:
         start = time.perf_counter()
         tensor = self._slot.get()
         self._ledger.waited(time.perf_counter() - start)
+        if not isinstance(tensor, Tensor) or _kind(tensor) != self._kind:
+            got = _kind(tensor) if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise RuntimeError(f"the store put away a tensor of {self._kind}, and gave back {got}")
         return tensor
 
     def __del__(self):
-        self._ledger.add("live", -self.nbytes, count=-1)
+        if hasattr(self, "_ledger"):  # else the store failed
+            self._ledger.add("live", -self.nbytes, count=-1)
+
+
+def _kind(tensor: Tensor) -> tuple:
+    return tuple(tensor.shape), tensor.dtype, tensor.device
 
 
 class Handle:

@@ -18,6 +18,7 @@ from torch import Tensor
 __all__ = ["DiskStore", "HostStore", "Slot", "Store"]
 
 
+@runtime_checkable
 class Slot(Protocol):
     """One tensor in a store. It is freed when this object dies."""
 
@@ -92,6 +93,8 @@ class DiskStore:
         return True
 
     def put(self, tensor: Tensor) -> Slot:
+        if self._file.process != os.getpid():  # a fork must not write into its parent's file
+            self._file = _PrivateFile(self.directory)
         layout = Layout.of(tensor)
         content = memoryview(layout.to_host(tensor).numpy())
         return _DiskSlot(layout, self._file, self._file.write(content))
@@ -163,7 +166,7 @@ class _PrivateFile:
     """
 
     def __init__(self, directory: str):
-        self.directory = directory
+        self.directory, self.process = directory, os.getpid()
         self.file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115
         self.end = self.num_used = 0
         self.free: dict[int, list[int]] = {}
@@ -179,18 +182,26 @@ class _PrivateFile:
             self.end = max(self.end, offset + nbytes)
             self.num_used += 1
         try:
-            written = 0
-            while written < nbytes:
-                written += os.pwrite(self.file.fileno(), content[written:], offset + written)
-        except OSError as error:
+            self._write_all(content, offset)
+        except BaseException:
             self.release(offset, nbytes)
-            raise OSError(
-                error.errno,
-                f"cannot offload {nbytes} bytes to a file in {self.directory}: {error.strerror}",
-            ) from error
+            raise
         return offset
 
+    def _write_all(self, content: memoryview, offset: int) -> None:
+        written = 0
+        try:
+            while written < len(content):
+                written += os.pwrite(self.file.fileno(), content[written:], offset + written)
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"cannot offload {len(content)} bytes to a file in {self.directory}: {error.strerror}",
+            ) from error
+
     def read_into(self, content: memoryview, offset: int) -> None:
+        if self.process != os.getpid():
+            raise RuntimeError("a tensor that was offloaded before a fork can be read by the parent only")
         done = 0
         while done < len(content):
             try:

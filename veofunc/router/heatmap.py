@@ -8,6 +8,7 @@ import torch
 from tensordict import TensorDictBase
 
 from veofunc.router.detect import Router
+from veofunc.transform import read_obs
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -46,12 +47,11 @@ def router_heatmap(obs: TensorDictBase, routers: tuple[Router, ...], caption: st
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    if "router" not in obs.keys() or len(obs["router", "tokens_per_expert"]) != len(routers):
-        raise ValueError(
-            f"obs has no sums of {len(routers)} routers, only {sorted(obs.keys())}: an empty window has no "
-            "heatmap"
-        )
-    load = _relative_load(obs["router", "tokens_per_expert"].cpu(), routers)  # [L, E]
+    sums = read_obs(obs, "router", "monitor_router")
+    if sums is None or len(sums["tokens_per_expert"]) != len(routers):
+        has = "no sums, as an empty window" if sums is None else f"{len(sums['tokens_per_expert'])} routers"
+        raise ValueError(f"obs must have the sums of {len(routers)} routers, it has {has}")
+    load = _relative_load(sums["tokens_per_expert"].cpu(), routers)  # [L, E]
     num_layers, num_experts = load.shape
     size = (min(4 + 0.25 * num_experts, 14), min(2 + 0.25 * num_layers, 9))  # inches
     figure = Figure(figsize=size, layout="constrained")

@@ -7,6 +7,7 @@ from statistics import fmean
 from tensordict import TensorDictBase
 
 from veofunc.router.detect import Router
+from veofunc.transform import read_obs
 
 __all__ = ["router_metrics"]
 
@@ -31,6 +32,7 @@ def router_metrics(obs: TensorDictBase, routers: tuple[Router, ...]) -> dict[str
 
     Raises:
         ValueError: `obs` has sums but none of routers, or of another number of routers.
+        TypeError: `obs` is not a TensorDict or mapping.
 
     Example:
         >>> import torch, veofunc as vf
@@ -42,13 +44,10 @@ def router_metrics(obs: TensorDictBase, routers: tuple[Router, ...]) -> dict[str
 
     Source: MaxVio of arXiv 2408.15664, equation 4; max, min and avg as in VeOmni.
     """
-    if not obs.keys():
+    sums = read_obs(obs, "router", "monitor_router")
+    if sums is None:
         return {}
-    if "router" not in obs.keys():
-        raise ValueError(
-            f"obs has no 'router', only {sorted(obs.keys())}: wrap the model with monitor_router"
-        )
-    load = obs["router", "tokens_per_expert"].tolist()  # [L][E]
+    load = sums["tokens_per_expert"].tolist()  # [L][E]
     if len(load) != len(routers):
         raise ValueError(f"obs has {len(load)} routers, got {len(routers)}: {routers}")
     violations = {
@@ -64,7 +63,7 @@ def router_metrics(obs: TensorDictBase, routers: tuple[Router, ...]) -> dict[str
     if unobserved:
         metrics["moe/unobserved_layers"] = float(len(unobserved))
         metrics |= {f"moe/unobserved_layers/layer_{layer}": 1.0 for layer in unobserved}
-    dropped = obs["router", "dropped"].sum().item()
+    dropped = sums["dropped"].sum().item()
     if dropped:
         metrics["moe/dropped"] = float(dropped)
     return metrics
