@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import veofunc as vf
 from tests.laws.subject import make_batch, make_functional_loss, make_loss, make_model
-from tests.laws.table import TRANSFORMS
+from tests.laws.table import TRANSFORMS, mean_of_counted
 
 CHECKPOINTING = (None, "reentrant", "non-reentrant")
 ROWS = pytest.mark.parametrize("row", TRANSFORMS, ids=lambda row: row.name)
@@ -126,13 +126,38 @@ def test_nothing_is_left_after_an_exception(row, tmp_path):
     assert_same(step(fn, model, batch), expected)
 
 
+def train(wrap, checkpointing):
+    """(parameters, losses, sums) after three steps of training what `wrap` makes of a new model's loss."""
+    model = make_model(checkpointing)
+    fn = wrap(make_loss(model), model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    losses, total = [], 0
+    for seed in range(3):
+        loss, obs, _ = step(fn, model, make_batch(seed))
+        optimizer.step()
+        losses.append(loss)
+        total = total + obs
+    return {name: p.detach() for name, p in model.named_parameters()}, losses, total
+
+
 @pytest.mark.parametrize("checkpointing", CHECKPOINTING)
 def test_order(checkpointing, tmp_path):
-    model, batch = make_model(checkpointing), make_batch()
-    results = [step(compose(order, make_loss(model), model, tmp_path), model, batch) for order in ORDERS]
-    for out, obs, grads in results[1:]:
-        assert_same((out, grads), (results[0][0], results[0][2]))
-        assert_same({name: obs[name] for name in sorted(obs.keys())}, dict(sorted(results[0][1].items())))
+    runs = [
+        train(lambda fn, model, order=order: compose(order, fn, model, tmp_path), checkpointing)
+        for order in ORDERS
+    ]
+    for parameters, losses, total in runs[1:]:
+        assert_same((parameters, losses), runs[0][:2])
+        assert_same({name: total[name] for name in sorted(total.keys())}, dict(sorted(runs[0][2].items())))
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=lambda order: "-".join(row.name for row in order))
+def test_all_orders_train_as_the_plain_loss_does(order, tmp_path):
+    def plain(fn, model):
+        return lambda batch: mean_of_counted(fn(batch), batch)
+
+    parameters, losses, _ = train(lambda fn, model: compose(order, fn, model, tmp_path), None)
+    assert_same((parameters, losses), train(plain, None)[:2])
 
 
 @ROWS
