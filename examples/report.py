@@ -107,19 +107,6 @@ def read_metrics(out: Path) -> list[dict]:
 
 def table(out: Path) -> str:
     """What the run has come to, and where it is, in a dozen lines."""
-    history = read_metrics(out)
-    first, last = history[0], history[-1]
-    row, numbers = "{:<24}{:>10}{:>10}{:>12}".format, "{:<24}{:>10.3f}{:>10.3f}".format
-
-    def first_and_last(name: str) -> list[float]:
-        return [math.nan if line.get(name) is None else line[name] for line in (first, last)]
-
-    lines = ["", row("loss, nats per byte", f"step {first['step']}", f"step {last['step']}", "tokens")]
-    for name in data.CHANNELS:
-        num_tokens = sum(line.get(f"channel_tokens/{name}", 0) for line in history)
-        losses = numbers(f"  {name}", *first_and_last(f"channel_loss/{name}"))
-        lines.append(f"{losses}{num_tokens:>12,.0f}")
-    lines.append(numbers("router max violation", *first_and_last("moe/max_vio/max")))
     files = {
         "metrics": "metrics.jsonl",
         "loss plot": "channel_loss.png",
@@ -127,4 +114,22 @@ def table(out: Path) -> str:
         "checkpoints": "checkpoints",
         "W&B": "wandb",
     }
-    return "\n".join([*lines, "", *(f"{what:<24}{out / name}" for what, name in files.items())])
+    history = read_metrics(out)
+    lines = losses_table(history) if history else [f"{out / files['metrics']} has no metrics (any more)"]
+    return "\n".join(["", *lines, "", *(f"{what:<24}{out / name}" for what, name in files.items())])
+
+
+def losses_table(history: list[dict]) -> list[str]:
+    """The first and the last line of metrics side by side, and all tokens."""
+    first, last = history[0], history[-1]
+    row, numbers = "{:<24}{:>10}{:>10}{:>12}".format, "{:<24}{:>10.3f}{:>10.3f}".format
+
+    def first_and_last(name: str) -> list[float]:
+        return [math.nan if line.get(name) is None else line[name] for line in (first, last)]
+
+    lines = [row("loss, nats per byte", f"step {first['step']}", f"step {last['step']}", "tokens")]
+    for name in data.CHANNELS:
+        num_tokens = sum(line.get(f"channel_tokens/{name}", 0) for line in history)
+        losses = numbers(f"  {name}", *first_and_last(f"channel_loss/{name}"))
+        lines.append(f"{losses}{num_tokens:>12,.0f}")
+    return [*lines, numbers("router max violation", *first_and_last("moe/max_vio/max"))]

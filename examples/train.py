@@ -7,15 +7,20 @@ checkpoint and ends, on a CPU, with the same bits as a run that was never killed
 """
 
 import argparse
-import json
+import os
 import random
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+if __name__ == "__main__":  # the imports below take seconds; Ctrl-C ends them without a traceback
+    on_ctrl_c = signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import data
 import numpy as np
 import report
+import rundir
 import torch
 import torch.nn.functional as F
 from model import Config, LanguageModel
@@ -31,22 +36,22 @@ BALANCE_RATE = 0.03  # by which one step moves a router's bias against the load
 
 def main(argv: list[str] | None = None) -> None:
     """Train, or finish what an earlier call began, and report."""
-    options = parse(argv)
     try:
-        train(options)
+        options = parse(argv)
+        corpus = data.load_corpus()
+        with rundir.claim(options.out, settings(options, corpus), resume=options.resume):
+            train(options, corpus)
+            print(report.table(options.out))
     except KeyboardInterrupt:
-        print(f"\nstopped; the same command goes on in {options.out}", file=sys.stderr)
+        print("\nstopped; the same command goes on after the last checkpoint", file=sys.stderr)
         raise SystemExit(130) from None  # what shells expect after Ctrl-C
-    print(report.table(options.out))
 
 
-def train(options: argparse.Namespace) -> None:
+def train(options: argparse.Namespace, corpus: data.Corpus) -> None:
     """The loop."""
     torch.set_num_threads(options.threads)
     seed(options.seed)
     out, device = options.out, options.device
-    corpus = data.load_corpus()
-    claim(options, corpus)
     model = LanguageModel(Config()).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95))
     objective = make_objective(model, out)
@@ -114,27 +119,11 @@ def resume_(ckpt, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple:
     return state["step"], vf.Window(**state["window"])
 
 
-def claim(options: argparse.Namespace, corpus: data.Corpus) -> None:
-    """Make `--out` the directory of this run, or know it again; never touch anything else."""
-    out, file = options.out, options.out / "run.json"
+def settings(options: argparse.Namespace, corpus: data.Corpus) -> dict[str, str]:
+    """All that decides the bits of a run."""
     names = ("seed", "device", "batch_size", "log_every", "threads")
-    ours = {name: str(getattr(options, name)) for name in names}
-    ours["installed_text"] = data.fingerprint(corpus)
-    if not file.exists() or not file.read_text():  # empty: killed before it was written
-        if out.exists() and set(out.iterdir()) - {file}:
-            raise SystemExit(f"{out} holds something else than a run; choose another --out")
-        out.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(ours) + "\n")
-    elif not options.resume:
-        raise SystemExit(f"{out} holds a run; choose another --out, or go on with it by --resume")
-    theirs = json.loads(file.read_text())
-    changed = [name for name in ours if theirs[name] != ours[name]]
-    if changed:
-        differences = ", ".join(f"{name} {theirs[name]} (now {ours[name]})" for name in changed)
-        raise SystemExit(
-            f"{out} holds a run with {differences}, which cannot go on exactly; "
-            "choose another --out, or the settings it began with"
-        )
+    chosen = {name: str(getattr(options, name)) for name in names}
+    return chosen | {"installed_text": data.fingerprint(corpus)}
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -143,11 +132,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--steps", type=positive, default=400, help="steps in all (default: %(default)s)")
+    add("--steps", type=integer(1), default=400, help="steps in all (default: %(default)s)")
     add(
         "--out",
         type=Path,
-        default=Path("runs/demo"),
+        default=Path("runs/example"),
         help="the run's directory (default: %(default)s)",
     )
     add(
@@ -156,7 +145,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         default=True,
         help="go on with the run in --out, if there is one (default); --no-resume refuses to",
     )
-    add("--seed", type=natural, default=0, help="seed of parameters and batches (default: %(default)s)")
+    add(
+        "--seed",
+        type=integer(0, 2**32 - 1, "numpy's largest seed"),
+        default=0,
+        help="seed of parameters and batches (default: %(default)s)",
+    )
     add(
         "--device",
         type=device,
@@ -165,42 +159,50 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     add(
         "--batch-size",
-        type=positive,
+        type=integer(1),
         default=8,
         help=f"rows of {NUM_TOKENS} bytes per step (default: %(default)s)",
     )
-    add("--log-every", type=positive, default=25, help="steps in one window (default: %(default)s)")
+    add("--log-every", type=integer(1), default=25, help="steps in one window (default: %(default)s)")
     add(
         "--save-every",
-        type=positive,
+        type=integer(1),
         default=100,
         help="steps between checkpoints (default: %(default)s)",
     )
-    add("--threads", type=positive, default=1, help="torch's threads on the CPU (default: %(default)s)")
+    add(
+        "--threads",
+        type=integer(1, os.cpu_count(), "this machine's number of CPUs"),
+        default=1,
+        help="torch's threads on the CPU (default: %(default)s)",
+    )
     return parser.parse_args(argv)
 
 
-def positive(text: str) -> int:
-    """An argument that is an integer of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be an integer of at least 1, got {text!r}")
-    return int(text)
+def integer(least: int, most: int | None = None, meaning: str = "") -> Callable[[str], int]:
+    """A type of argument: an integer of at least `least` and, if given, at most `most`."""
 
+    def number(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"must be an integer of at least {least}, got {text!r}")
+        if most is not None and int(text) > most:
+            raise argparse.ArgumentTypeError(f"must be at most {most}, {meaning}, got {text!r}")
+        return int(text)
 
-def natural(text: str) -> int:
-    """An argument that is an integer of at least 0."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"must be an integer of at least 0, got {text!r}")
-    return int(text)
+    return number
 
 
 def device(text: str) -> torch.device:
-    """An argument that is a device of this machine."""
+    """An argument that is a device of this machine, from which numbers can be read."""
     try:
-        return torch.empty(0, device=text).device
-    except (RuntimeError, AssertionError) as error:  # torch raises either, by the kind of device
-        raise argparse.ArgumentTypeError(f"{text!r} cannot be used: {error}") from error
+        probe = torch.zeros(1, device=text)
+        probe.item()  # `meta` has none
+    except (RuntimeError, AssertionError, ImportError) as error:  # by the kind of device
+        reason = str(error).partition("\n")[0]
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be used: {reason}") from error
+    return probe.device
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, on_ctrl_c)
     main()

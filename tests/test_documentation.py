@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from sybil import Document
 from sybil.parsers.markdown import PythonCodeBlockParser
 
@@ -43,12 +44,52 @@ def in_an_empty_directory(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("path", list(pages()), ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # as dcp.load says of one process
 def test_page_runs(path):
     document = Document.parse(str(path), PythonCodeBlockParser())
     examples = list(document.examples())
     assert len(examples) == len(re.findall(r"^ *```python", document.text, re.MULTILINE))
     for example in examples:
         example.evaluate()
+
+
+class Stopped(Exception):
+    pass
+
+
+@pytest.mark.parametrize("name, last_step", [("get_started", 20), ("async_checkpoints", 3)])
+def test_loop_that_resumes_ends_with_the_same_bits(name, last_step, tmp_path, monkeypatch):
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / f"docs/{name}.md").read_text(), re.M | re.S)
+    loop = next(index for index, block in enumerate(blocks) if "ckpt.latest() is not None" in block)
+
+    def run(directory, *, seed, stop_at=None):
+        directory.mkdir(exist_ok=True)
+        monkeypatch.chdir(directory)
+        torch.manual_seed(seed)
+        page, steps = {}, []
+        before, at, rest = "\n".join(blocks[: loop + 1]).partition("\ntemplate = ")
+        assert at
+        exec(before, page)
+        make_batch = page["make_batch"]
+
+        def make_batch_or_stop(step):
+            if step == stop_at:
+                raise Stopped
+            steps.append(step)
+            return make_batch(step)
+
+        page["make_batch"] = make_batch_or_stop
+        exec(at + rest, page)
+        return page, steps
+
+    whole, _ = run(tmp_path / "whole", seed=0)
+    with pytest.raises(Stopped):
+        run(tmp_path / "stopped", seed=0, stop_at=last_step - 1)
+    resumed, steps = run(tmp_path / "stopped", seed=1)
+    again, no_steps = run(tmp_path / "stopped", seed=2)
+    assert 1 < steps[0] < last_step and steps[-1] == last_step and no_steps == []
+    for page in (resumed, again):
+        assert all(page["model"].state_dict()[k].equal(v) for k, v in whole["model"].state_dict().items())
 
 
 @pytest.mark.parametrize("name", veofunc.__all__)
@@ -59,6 +100,16 @@ def test_public_name_stands_on_the_api_page(name):
     else:
         directive = rf"auto(function|class):: {name}"
     assert re.search(rf"^\.\. {directive}$", (ROOT / "docs/api.md").read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("module", ["policies", "packing"])
+def test_public_names_of_a_module_stand_on_the_api_page(module):
+    found = re.findall(
+        rf"^\.\. (?:data:: |autofunction:: veofunc::){module}\.(\w+)$",
+        (ROOT / "docs/api.md").read_text(),
+        re.MULTILINE,
+    )
+    assert sorted(found) == sorted(getattr(veofunc, module).__all__)
 
 
 @pytest.mark.parametrize("test", list(docstrings()), ids=lambda test: test.name)

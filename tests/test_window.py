@@ -61,6 +61,12 @@ class TestWindow:
         assert again.obs["channel", "count"].tolist() == [9, 3]
         assert again.first_step == 1
 
+    def test_goes_on_where_the_new_sums_are(self):
+        window = vf.Window().add(obs(2), 1)
+        elsewhere = window.add(obs(3).to("meta"), 2)
+        assert elsewhere.obs["channel", "count"].device.type == "meta"
+        assert window.obs["channel", "count"].tolist() == [2, 1]
+
     def test_other_sums_are_an_error(self):
         window = vf.Window().add(obs(2), 1)
         with pytest.raises(ValueError, match=r"(?s)obs must have the names.*window: channel.count \[2\]"):

@@ -73,7 +73,10 @@ class Window:
                 "obs must have the names, shapes and dtypes of the window's sums.\n"
                 f"window: {_structure(self.obs)}\nobs:    {_structure(obs)}"
             )
-        return Window(self.obs + obs, self.first_step, step, self.num_steps + (step > self.last_step))
+        # A window that was restored is in host memory; the new sums say where it goes on.
+        total = self.obs.apply(lambda mine, new: mine.to(new.device) + new, obs)
+        assert total is not None  # only an `apply` that drops its results returns None
+        return Window(total, self.first_step, step, self.num_steps + (step > self.last_step))
 
     def all_reduce(self, group: dist.ProcessGroup | None = None) -> Window:
         """This window with its sums added over the ranks of `group`. A collective: every rank calls it."""

@@ -50,6 +50,15 @@ def test_table_compares_the_first_window_with_the_last(history, tmp_path):
     assert ["metrics", str(tmp_path / "metrics.jsonl")] in lines
 
 
+@pytest.mark.parametrize("content", [None, ""])
+def test_table_of_a_run_whose_metrics_are_gone_says_so(content, tmp_path):
+    if content is not None:
+        (tmp_path / "metrics.jsonl").write_text(content)
+    lines = report.table(tmp_path).splitlines()
+    assert lines[1] == f"{tmp_path / 'metrics.jsonl'} has no metrics (any more)"
+    assert lines[-2].split() == ["checkpoints", str(tmp_path / "checkpoints")]
+
+
 def test_metrics_stand_beside_the_progress_bar(history):
     screen = io.StringIO()
     with tqdm(total=30, file=screen) as bar:

@@ -1,8 +1,10 @@
 """The main job: what it writes, what it refuses, and that being killed changes nothing."""
 
+import fcntl
 import json
 import os
 import random
+import runpy
 import signal
 import subprocess
 import sys
@@ -146,7 +148,12 @@ def test_larger_steps_go_on_from_a_finished_run(finished, tmp_path):
         assert torch.equal(state["model"][name], leaf), name
 
 
-@pytest.mark.parametrize("change", ["--seed=1", "--batch-size=2", "--log-every=5", "--threads=2"])
+TWO_THREADS = pytest.param(
+    "--threads=2", marks=pytest.mark.skipif(os.cpu_count() < 2, reason="needs two CPUs")
+)
+
+
+@pytest.mark.parametrize("change", ["--seed=1", "--batch-size=2", "--log-every=5", TWO_THREADS])
 def test_run_that_could_not_go_on_exactly_is_refused(change, finished):
     with pytest.raises(SystemExit, match=r"holds a run with \w+ \w+ \(now \w+\).*another --out"):
         train.main([*SETTINGS, f"--out={finished}", change])
@@ -164,20 +171,87 @@ def test_directory_with_something_else_is_refused_and_left_alone(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
+def test_directory_of_a_living_run_is_refused_and_left_alone(finished):
+    before = {path: path.stat().st_mtime_ns for path in finished.rglob("*")}
+    with (finished / "run.json").open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(SystemExit, match="is in use by another run"):
+            train.main([*SETTINGS, "--steps=12", f"--out={finished}"])
+    assert {path: path.stat().st_mtime_ns for path in finished.rglob("*")} == before
+
+
+def test_directory_is_locked_while_a_run_trains_and_reports(tmp_path, monkeypatch):
+    out = tmp_path / "run"
+
+    def assert_locked(*arguments):
+        with (out / "run.json").open() as file, pytest.raises(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return "locked"
+
+    monkeypatch.setattr(train, "train", assert_locked)
+    monkeypatch.setattr(report, "table", assert_locked)
+    train.main([*SETTINGS, f"--out={out}"])
+
+
+def test_out_that_is_a_file_is_refused_by_name(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit, match="file cannot hold a run: Not a directory"):
+        train.main([*SETTINGS, f"--out={tmp_path / 'file'}"])
+
+
+@pytest.mark.parametrize("content", ["{", '{"seed": "0"}'])
+def test_damaged_settings_are_refused_by_name(content, tmp_path):
+    (tmp_path / "run.json").write_text(content)
+    with pytest.raises(SystemExit, match=r"run.json is damaged: it must hold seed, device, "):
+        train.main([*SETTINGS, f"--out={tmp_path}"])
+
+
 @pytest.mark.parametrize(
     ("option", "message"),
     [
         ("--steps=0", "must be an integer of at least 1, got '0'"),
         ("--batch-size=many", "must be an integer of at least 1, got 'many'"),
         ("--seed=-1", "must be an integer of at least 0, got '-1'"),
+        ("--seed=4294967296", "must be at most 4294967295, numpy's largest seed, got '4294967296'"),
+        ("--threads=100000", f"must be at most {os.cpu_count()}, this machine's number of CPUs, got"),
         ("--device=abacus", "'abacus' cannot be used"),
+        ("--device=meta", "'meta' cannot be used"),
+        ("--device=privateuseone", "'privateuseone' cannot be used"),
     ],
 )
-def test_wrong_option_is_refused_by_name(option, message, capsys):
-    with pytest.raises(SystemExit):
-        train.parse([option])
+def test_wrong_option_is_refused_by_name_and_claims_nothing(option, message, tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        train.main([option, f"--out={tmp_path / 'run'}"])
     error = capsys.readouterr().err
     assert f"argument {option.split('=')[0]}: {message}" in error
+    assert not list(tmp_path.iterdir())
+
+
+def test_largest_seed_is_one():
+    train.seed(train.parse([f"--seed={2**32 - 1}"]).seed)
+
+
+def test_ctrl_c_during_the_imports_prints_nothing(tmp_path):
+    interrupt = "import os, signal; os.kill(os.getpid(), signal.SIGINT)"
+    (tmp_path / "numpy.py").write_text(interrupt)  # found first: Ctrl-C while numpy is imported
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    ended = subprocess.run([sys.executable, train.__file__], env=environment, capture_output=True)
+    assert ended.returncode == -signal.SIGINT
+    assert (ended.stdout, ended.stderr) == (b"", b"")
+
+
+def test_ctrl_c_after_the_imports_is_answered(monkeypatch, capsys):
+    before = signal.getsignal(signal.SIGINT)
+
+    def interrupted():
+        assert signal.getsignal(signal.SIGINT) == before
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(data, "load_corpus", interrupted)
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    with pytest.raises(SystemExit, match="130"):
+        runpy.run_path(train.__file__, run_name="__main__")
+    assert "stopped; the same command goes on" in capsys.readouterr().err
 
 
 def test_balance_moves_each_bias_against_the_load():
