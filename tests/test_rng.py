@@ -43,3 +43,26 @@ def test_a_cuda_device_that_is_not_there_is_warned_about():
     state["cuda", "0"] = torch.zeros(16, dtype=torch.uint8)
     with pytest.warns(RuntimeWarning, match="no CUDA device 0"):
         load_rng_state(state)
+
+
+def test_the_state_is_on_the_cpu_whatever_the_default_device_is():
+    expected = rng_state()
+    with torch.device("meta"):
+        state = rng_state()
+        load_rng_state(state)
+    for name, value in state.items(include_nested=True, leaves_only=True):
+        assert value.device.type == "cpu"
+        assert torch.equal(value.nan_to_num(), expected[name].nan_to_num())
+
+
+@pytest.fixture
+def pcg64():
+    before = np.random.get_bit_generator()
+    np.random.set_bit_generator(np.random.PCG64(0))
+    yield
+    np.random.set_bit_generator(before)
+
+
+def test_another_bit_generator_of_numpy_is_refused_with_a_way_out(pcg64):
+    with pytest.raises(ValueError, match=r"must be MT19937, .* is PCG64; .*rng=False"):
+        rng_state()

@@ -1,12 +1,13 @@
 """Resuming is exact: the steps after a restore are those of a run that was never stopped."""
 
 import copy
+from collections import Counter
 
 import pytest
 import torch
 from tensordict import TensorDict
 from torch import nn
-from torch.optim import SGD, Adafactor, Adam, AdamW
+from torch.optim import LBFGS, SGD, Adafactor, Adam, AdamW
 from torch.optim.lr_scheduler import (
     CosineAnnealingLR,
     LambdaLR,
@@ -57,6 +58,7 @@ def train(model, optimizer, scheduler, num_steps) -> list[float]:
 OPTIMIZERS = {
     "adamw foreach": lambda p: AdamW(p, lr=0.1, foreach=True),
     "adamw fused": lambda p: AdamW(p, lr=0.1, fused=True),
+    "adamw tensor lr": lambda p: AdamW(p, lr=torch.tensor(0.1), betas=(torch.tensor(0.8), torch.tensor(0.9))),
     "adamw plain": lambda p: AdamW(p, lr=0.1, foreach=False, betas=(0.8, 0.9)),
     "adam amsgrad": lambda p: Adam(p, lr=0.1, amsgrad=True),
     "sgd momentum": lambda p: SGD(p, lr=0.1, momentum=0.9),
@@ -82,7 +84,8 @@ def make(optimizer, scheduler):
 
 @pytest.mark.parametrize(
     ("optimizer", "scheduler"),
-    [(name, "lambda") for name in OPTIMIZERS] + [("adamw foreach", name) for name in SCHEDULERS],
+    [(name, "lambda") for name in OPTIMIZERS]
+    + [(name, scheduler) for name in ("adamw foreach", "adamw tensor lr") for scheduler in SCHEDULERS],
 )
 @pytest.mark.parametrize("num_before", [0, 3])
 def test_resuming_from_disk_is_bit_equal(optimizer, scheduler, num_before, tmp_path):
@@ -202,7 +205,7 @@ def test_a_parameter_that_is_not_in_the_model_is_refused():
     ("extra", "text"),
     [
         ({"odd": {1, 2}}, "odd must be a tensor"),
-        ({"odd": {"a": [torch.ones(1)]}}, r"odd\.a\.0 must be a tensor"),
+        ({"odd": {"a": [torch.ones(1)]}}, r"odd\.a\.0 is a tensor inside a list or dict"),
         ({"odd": nn.Linear(1, 1)}, "odd must be a tensor"),
     ],
 )
@@ -279,3 +282,118 @@ def test_names_are_those_of_the_module_inside_torch_compile():
     other = nn.Linear(2, 1)
     load_train_state(train_state(model), torch.compile(other, backend="eager"))
     assert torch.equal(other.weight, model.weight)
+
+
+def lr_after(optimizer, scheduler, num_steps) -> list[float]:
+    values = []
+    for _ in range(num_steps):
+        optimizer.step()
+        scheduler.step()
+        values.append(optimizer.param_groups[0]["lr"])
+    return values
+
+
+def test_a_scheduler_goes_on_with_the_schedule_that_was_saved_whatever_the_new_one_has(tmp_path):
+    model = nn.Linear(1, 1)
+    optimizer = SGD(model.parameters(), lr=1.0)
+    scheduler = MultiStepLR(optimizer, [2, 4])
+    with async_checkpointer(train_state(model), tmp_path) as ckpt:
+        ckpt.save(train_state(model, optimizer, scheduler=scheduler), 0)
+    second = SGD(model.parameters(), lr=1.0)
+    other = MultiStepLR(second, [3])
+    load_train_state(ckpt.restore(train_state(model)), model, second, scheduler=other)
+    assert type(other.milestones) is Counter
+    assert other.milestones == Counter({2: 1, 4: 1})
+    assert lr_after(second, other, 5) == lr_after(optimizer, scheduler, 5)
+    assert second.param_groups[0]["lr"] == pytest.approx(0.01)
+
+
+def test_options_of_a_group_that_the_new_optimizer_lacks_come_back_as_they_were(tmp_path):
+    model = nn.Linear(1, 1)
+    options = {"a": {1: "a", "1": "b"}, "b": (1, (2, 3)), "c": Counter({2: 1}), "d:": {"tuple:": [1]}}
+    optimizer = SGD([{"params": model.parameters(), **options}])
+    with async_checkpointer(train_state(model), tmp_path) as ckpt:
+        ckpt.save(train_state(model, optimizer), 0)
+    other = SGD(model.parameters())
+    load_train_state(ckpt.restore(train_state(model)), model, other)
+    (group,) = other.param_groups
+    assert {name: group[name] for name in options} == options
+    assert type(group["c"]) is Counter
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_tensor_as_option_of_a_group_is_restored_in_value_and_dtype_and_not_aliased(dtype):
+    model = nn.Linear(1, 1)
+    optimizer = AdamW(model.parameters(), lr=torch.tensor(1e-3, dtype=dtype))
+    state = train_state(model, optimizer)
+    optimizer.param_groups[0]["lr"].fill_(9)
+    for lr in (torch.tensor(7.0), 7.0):
+        other = AdamW(model.parameters(), lr=lr)
+        load_train_state(state, model, other)
+        restored = other.param_groups[0]["lr"]
+        assert restored.dtype == dtype
+        assert torch.equal(restored, torch.tensor(1e-3, dtype=dtype))
+
+
+def test_a_tensor_option_goes_to_the_device_that_the_option_of_the_optimizer_has():
+    model = nn.Linear(1, 1)
+    options = {"one": torch.ones(()), "two": (torch.ones(()), 1, torch.ones(()))}
+    state = train_state(model, SGD([{"params": model.parameters(), **options}]))
+    far = torch.ones((), device="meta")
+    other = SGD([{"params": model.parameters(), "one": far, "two": (far, far)}])
+    load_train_state(state, model, other)
+    (group,) = other.param_groups
+    assert group["one"].device.type == "meta"
+    assert [getattr(item, "device", item) for item in group["two"]] == [far.device, 1, torch.device("cpu")]
+
+
+def test_an_optimizer_whose_state_is_no_tensors_is_named_with_a_way_out():
+    model = nn.Linear(2, 1)
+    optimizer = LBFGS(model.parameters())
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.ones(1, 2)).square().sum()
+        loss.backward()
+        return loss
+
+    train_state(model, optimizer)
+    optimizer.step(closure)
+    text = r"state\.weight\.\w+\.0 is a tensor inside a list.*LBFGS .* train_state without it"
+    with pytest.raises(TypeError, match=text):
+        train_state(model, optimizer)
+
+
+def test_a_group_option_that_is_a_larger_tensor_is_named():
+    model = nn.Linear(1, 1)
+    optimizer = SGD([{"params": model.parameters(), "odd": torch.ones(2)}])
+    with pytest.raises(TypeError, match=r"param_groups\.0\.odd must be .* got a tensor of shape \[2\]"):
+        train_state(model, optimizer)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", StepLR(SGD(nn.Linear(1, 1).parameters()), 1)], ids=type)
+def test_what_is_no_optimizer_is_refused(optimizer):
+    model = nn.Linear(1, 1)
+    text = rf"optimizer must be a torch\.optim\.Optimizer, got {type(optimizer).__name__}"
+    with pytest.raises(TypeError, match=text):
+        train_state(model, optimizer)
+    with pytest.raises(TypeError, match=text):
+        load_train_state(train_state(model), model, optimizer)
+
+
+def test_what_is_loaded_in_inference_mode_can_be_trained_on():
+    model = nn.Linear(1, 6)
+    optimizer = AdamW(model.parameters(), lr=torch.tensor(0.1))
+    model(torch.ones(1, 1)).sum().backward()
+    optimizer.step()
+    other = nn.Linear(1, 6)
+    second = AdamW(other.parameters(), lr=torch.tensor(0.1))
+    scheduler = LambdaLR(second, lambda step: 0.5)
+    with torch.inference_mode():
+        state = train_state(model, optimizer, scheduler=LambdaLR(optimizer, lambda step: 0.5))
+        load_train_state(state, other, second, scheduler=scheduler)
+    other(torch.ones(1, 1)).sum().backward()
+    second.step()
+    scheduler.step()
+    for values in second.state.values():
+        assert not any(value.is_inference() for value in values.values())

@@ -5,32 +5,48 @@ from __future__ import annotations
 import random
 import warnings
 from math import isnan, nan
+from typing import Any
 
 import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
 
 __all__ = ["load_rng_state", "rng_state"]
 
 
 def rng_state() -> TensorDict:
-    """The random states of torch (CPU, all CUDA devices), numpy and Python; nothing is drawn."""
+    """The random states of torch (CPU, all CUDA devices), numpy and Python; nothing is drawn.
+
+    Raises:
+        ValueError: the global generator of numpy is no longer an MT19937, as which it starts.
+    """
     numpy = np.random.get_state(legacy=False)
+    if numpy["bit_generator"] != "MT19937":
+        raise ValueError(
+            f"the global generator of numpy must be MT19937, as it is at the start, it is "
+            f"{numpy['bit_generator']}; keep generators of other kinds in a variable of your own, or leave "
+            "out the random states: train_state(..., rng=False)"
+        )
     _, python_words, python_gauss = random.getstate()
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+
+    def tensor(value: Any, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.tensor(value, dtype=dtype, device="cpu")
+
     return TensorDict(
         {
             "torch": torch.get_rng_state(),
             "cuda": TensorDict({str(index): value for index, value in enumerate(cuda)}),
             "numpy": {
                 "words": torch.from_numpy(numpy["state"]["key"].astype(np.int64)),
-                "position": torch.tensor(numpy["state"]["pos"]),
-                "has_gauss": torch.tensor(numpy["has_gauss"]),
-                "gauss": torch.tensor(numpy["gauss"], dtype=torch.float64),
+                "position": tensor(numpy["state"]["pos"]),
+                "has_gauss": tensor(numpy["has_gauss"]),
+                "gauss": tensor(numpy["gauss"], torch.float64),
             },
             "python": {
-                "words": torch.tensor(python_words),
-                "gauss": torch.tensor(nan if python_gauss is None else python_gauss, dtype=torch.float64),
+                "words": tensor(python_words),
+                "gauss": tensor(nan if python_gauss is None else python_gauss, torch.float64),
             },
         }
     )

@@ -6,14 +6,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
+import torch
 from tensordict import NonTensorData, TensorDict, TensorDictBase
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from veofunc.checkpoint.manifest import Json
-from veofunc.checkpoint.snapshot import to_json
+from veofunc.checkpoint.values import decode, encode, to_json
 from veofunc.rng import load_rng_state, rng_state
 from veofunc.transform import bare_module
 from veofunc.window import Window
@@ -38,19 +38,22 @@ def train_state(
     Args:
         model: its sharded parameters (FSDP2) are DTensors; tied ones appear under each name. Names are
             those of the module inside `torch.compile` and `DistributedDataParallel`.
-        optimizer: over parameters of `model`.
-        scheduler: its state must be JSON, but for tuples and keys that are ints.
+        optimizer: over parameters of `model`. The options of its groups are JSON, tuples, Counters,
+            dicts with keys that are ints, and tensors of no dimensions.
+        scheduler: its state is of the same.
         rng: whether to take the random states of torch on the CPU and all CUDA devices, numpy and
             Python.
         extra: tensors, TensorDicts, JSON values or a `Window`, under names of your choice.
 
     Returns:
         A TensorDict of the sections `model` (parameters and persistent buffers), `optimizer`
-        (`state` and `param_groups`), `scheduler`, `rng` and the names in `extra`.
+        (`state` and `param_groups`), `scheduler`, `rng` and the names in `extra`. In `param_groups`
+        and `scheduler` what is not JSON is encoded as such, and is a copy.
 
     Raises:
-        TypeError: a value is neither a tensor nor JSON; names it.
-        ValueError: a parameter of the optimizer is not in the model.
+        TypeError: a value is neither a tensor nor JSON, names it; or `optimizer` is not an Optimizer.
+        ValueError: a parameter of the optimizer is not in the model, or numpy's global generator was
+            replaced by one of another kind.
 
     Example:
         >>> import torch, veofunc as vf
@@ -63,7 +66,7 @@ def train_state(
     if optimizer is not None:
         sections["optimizer"] = _optimizer_state(model, optimizer)
     if scheduler is not None:
-        sections["scheduler"] = NonTensorData(_storable(scheduler.state_dict(), "scheduler"))
+        sections["scheduler"] = NonTensorData(encode(scheduler.state_dict(), "scheduler"))
     if rng:
         sections["rng"] = rng_state()
     for name, value in extra.items():
@@ -93,6 +96,7 @@ def load_train_state(
         scheduler: gets the section `scheduler`.
 
     Raises:
+        TypeError: `optimizer` is not an Optimizer.
         ValueError: a section is missing or differs from its target; lists all names. Nothing was
             changed.
 
@@ -115,10 +119,11 @@ def load_train_state(
         listed = "\n".join(f"  {problem}" for problem in problems)
         raise ValueError(f"the state does not fit, nothing was loaded:\n{listed}")
     _load_model(state["model"], model)
-    if scheduler is not None:
-        scheduler.load_state_dict(_in_form_of(scheduler.state_dict(), state["scheduler"]))
-    if optimizer is not None:
-        _load_optimizer(state["optimizer"], model, optimizer)
+    with torch.inference_mode(False):  # what is made here is trained on
+        if scheduler is not None:
+            scheduler.load_state_dict(_beside(decode(state["scheduler"]), scheduler.state_dict()))
+        if optimizer is not None:
+            _load_optimizer(state["optimizer"], model, optimizer)
     if rng is not None:
         load_rng_state(rng)
 
@@ -141,28 +146,34 @@ def _load_model(saved: TensorDictBase, model: nn.Module) -> None:
 def _optimizer_state(model: nn.Module, optimizer: Optimizer) -> TensorDict:
     names = list(_names(model, optimizer).values())
     packed = optimizer.state_dict()
-    state = {
-        names[index]: {
-            key: _leaf(value, f"optimizer.state.{names[index]}.{key}") for key, value in values.items()
+    try:
+        state = {
+            names[index]: {
+                key: _leaf(value, f"optimizer.state.{names[index]}.{key}") for key, value in values.items()
+            }
+            for index, values in packed["state"].items()
         }
-        for index, values in packed["state"].items()
-    }
+    except TypeError as error:
+        kind = type(optimizer).__name__
+        raise TypeError(
+            f"{error}; the state of {kind} cannot be saved: call train_state without it"
+        ) from error
     groups = [
         {**group, "params": [names[index] for index in group["params"]]} for group in packed["param_groups"]
     ]
-    groups = NonTensorData(_storable(groups, "optimizer.param_groups"))
+    groups = NonTensorData(encode(groups, "optimizer.param_groups"))
     return TensorDict({"state": TensorDict(state), "param_groups": groups})
 
 
 def _optimizer_problems(
     saved: TensorDictBase | None, model: nn.Module, optimizer: Optimizer
 ) -> Iterator[str]:
+    names = _names(model, optimizer)
     if saved is None:
         yield "optimizer: missing, it was not saved"
         return
-    names = _names(model, optimizer)
     here = [{names[parameter] for parameter in group["params"]} for group in optimizer.param_groups]
-    groups = saved["param_groups"]
+    groups = decode(saved["param_groups"])
     if len(groups) != len(here):
         yield f"optimizer.param_groups: must be {len(here)} groups, is {len(groups)}"
     for index, (group, wanted) in enumerate(zip(groups, here, strict=False)):
@@ -174,7 +185,7 @@ def _optimizer_problems(
 
 
 def _load_optimizer(saved: TensorDictBase, model: nn.Module, optimizer: Optimizer) -> None:
-    groups = _in_form_of(optimizer.state_dict()["param_groups"], saved["param_groups"])
+    groups = _beside(decode(saved["param_groups"]), optimizer.param_groups)
     # The state is set below: this call would cast it to the dtype of the parameters.
     optimizer.load_state_dict({"state": {}, "param_groups": groups})
     names = _names(model, optimizer)
@@ -198,6 +209,8 @@ def _state_value(key: str, value: Any, parameter: Tensor, group: Mapping[str, An
 
 def _names(model: nn.Module, optimizer: Optimizer) -> dict[Tensor, str]:
     """Fully qualified names of the optimizer's parameters, in the order of its numbers."""
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
     names: dict[Tensor, str] = {}
     for name, parameter in bare_module(model).named_parameters(remove_duplicate=False):
         names.setdefault(parameter, name)
@@ -214,7 +227,7 @@ def _scheduler_problems(saved: NonTensorData | None, scheduler: LRScheduler) -> 
     if saved is None:
         yield "scheduler: missing, it was not saved"
         return
-    here, there = scheduler.state_dict().keys(), saved.data.keys()
+    here, there = scheduler.state_dict().keys(), decode(saved.data).keys()
     yield from (f"scheduler.{name}: missing, it was not saved" for name in sorted(here - there))
     yield from (f"scheduler.{name}: unexpected" for name in sorted(there - here))
 
@@ -229,30 +242,15 @@ def _leaf(value: Any, where: str) -> Any:
     return NonTensorData(to_json(value, where))
 
 
-def _storable(value: Any, where: str) -> Json:
-    """`value` as JSON: tuples become lists, int keys strings; `_in_form_of` is the way back."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, list | tuple):
-            return [plain(item) for item in value]
-        if isinstance(value, dict):
-            return {str(k) if isinstance(k, int) else k: plain(item) for k, item in value.items()}
-        return value
-
-    return to_json(plain(value), where)
-
-
-def _in_form_of(template: Any, value: Any) -> Any:
-    """`value` with the tuples, and the keys that are ints, of `template`."""
-    if not isinstance(value, list | dict):
-        return value
-    if isinstance(template, list | tuple) and len(template) == len(value):
-        return type(template)(map(_in_form_of, template, value))
-    if isinstance(template, dict):
-        keys = {str(key): key for key in template}
-        return type(template)(
-            {keys.get(k, k): _in_form_of(template.get(keys.get(k)), v) for k, v in value.items()}
-        )
+def _beside(value: Any, own: Any) -> Any:
+    """`value`, its tensors on the devices of those at the same places in `own`."""
+    if isinstance(value, Tensor):
+        return value.to(own.device) if isinstance(own, Tensor) else value
+    if isinstance(value, list | tuple) and isinstance(own, list | tuple):
+        places = [*own, *[None] * len(value)]
+        return type(value)(_beside(item, place) for item, place in zip(value, places, strict=False))
+    if isinstance(value, dict) and isinstance(own, dict):
+        return type(value)({key: _beside(item, own.get(key)) for key, item in value.items()})
     return value
 
 

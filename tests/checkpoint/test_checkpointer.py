@@ -2,6 +2,7 @@
 
 import gc
 import shutil
+import signal
 import threading
 
 import pytest
@@ -25,6 +26,21 @@ DTYPES = [
     torch.uint16,
     torch.bool,
 ]
+
+
+class Wrapper(torch.Tensor):
+    """A tensor without data of its own."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return cls(torch.ones(2))
 
 
 def state_of(value: float, numel: int = 16, num_tensors: int = 3) -> TensorDict:
@@ -211,11 +227,12 @@ def test_not_strict_keeps_what_was_not_saved_and_leaves_out_what_is_not_wanted(t
     [
         (torch.eye(2).to_sparse(), "model.x must be dense"),
         (torch.empty(2, device="meta"), "model.x must be dense"),
+        (Wrapper(torch.ones(2)), "model.x must be a plain tensor or a DTensor, got Wrapper"),
         (NonTensorData({1, 2}), "model.x must be a tensor"),
         (NonTensorData([{"a": (1,)}]), "model.x.0.a must be a tensor"),
         (NonTensorData({1: "a"}), "model.x must be a tensor"),
     ],
-    ids=["sparse", "meta", "set", "tuple", "int key"],
+    ids=["sparse", "meta", "wrapper", "set", "tuple", "int key"],
 )
 def test_a_leaf_that_cannot_be_saved_is_named_before_anything_is_written(leaf, text, tmp_path):
     bad = state_of(1)
@@ -235,21 +252,46 @@ def test_two_leaves_of_the_same_name_on_disk_are_refused(tmp_path):
         async_checkpointer(TensorDict({"model": one}), tmp_path)
 
 
-@pytest.mark.parametrize("step", [True, 1.0, "1", None])
-def test_a_step_that_is_no_int_is_refused(step, tmp_path):
-    with (
-        async_checkpointer(state_of(0), tmp_path) as ckpt,
-        pytest.raises(TypeError, match="step must be an int"),
-    ):
-        ckpt.save(state_of(0), step)
+CALLS = {
+    "save": lambda ckpt, step: ckpt.save(state_of(0), step),
+    "restore": lambda ckpt, step: ckpt.restore(state_of(0), step),
+    "verify": lambda ckpt, step: ckpt.verify(step),
+}
 
 
-def test_a_negative_step_is_refused(tmp_path):
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("step", [True, 1.0, "1"])
+def test_a_step_that_is_no_int_is_refused(step, call, tmp_path):
+    with async_checkpointer(state_of(0), tmp_path) as ckpt:
+        ckpt.save(state_of(0), 1)
+        with pytest.raises(TypeError, match="step must be an int"):
+            call(ckpt, step)
+
+
+@pytest.mark.parametrize("call", [CALLS["save"], CALLS["verify"]], ids=["save", "verify"])
+def test_a_step_that_is_none_is_refused_unless_the_newest_is_meant(call, tmp_path):
     with (
         async_checkpointer(state_of(0), tmp_path) as ckpt,
-        pytest.raises(ValueError, match="at least 0, got -1"),
+        pytest.raises(TypeError, match="step must be an int, got None"),
     ):
-        ckpt.save(state_of(0), -1)
+        call(ckpt, None)
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize(
+    ("step", "text"),
+    [(-1, "at least 0, got -1"), (2**63, r"below 2\*\*63"), (10**300, "below"), (10**5000, "below")],
+    ids=["-1", "2**63", "10**300", "10**5000"],
+)
+def test_a_step_that_is_negative_or_absurd_is_refused(step, text, call, tmp_path):
+    with async_checkpointer(state_of(0), tmp_path) as ckpt, pytest.raises(ValueError, match=text):
+        call(ckpt, step)
+
+
+def test_the_largest_step_is_saved(tmp_path):
+    with async_checkpointer(state_of(0), tmp_path) as ckpt:
+        ckpt.save(state_of(0), 2**63 - 1)
+    assert ckpt.latest() == 2**63 - 1
 
 
 def test_a_step_that_exists_is_not_saved_again(tmp_path):
@@ -305,3 +347,156 @@ def test_leaves_no_thread_behind(tmp_path):
     gc.collect()
     thread.join(timeout=10)
     assert not thread.is_alive()
+
+
+def test_threads_that_save_at_once_save_what_they_were_given(tmp_path):
+    like = state_of(0, numel=1 << 14, num_tensors=16)
+    num_threads, num_saves = 4, 5
+    failures = []
+
+    def work(thread: int) -> None:
+        try:
+            for step in range(thread, num_threads * num_saves, num_threads):
+                ckpt.save(state_of(step, numel=1 << 14, num_tensors=16), step)
+        except Exception as error:
+            failures.append(error)
+
+    with async_checkpointer(like, tmp_path) as ckpt:
+        threads = [threading.Thread(target=work, args=(thread,)) for thread in range(num_threads)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert failures == []
+    for step in range(num_threads * num_saves):
+        restored = ckpt.restore(like, step)
+        assert (values_of(restored), restored["step"]) == ({step}, step)
+
+
+class Signalling(TensorDict):
+    """A state that raises a signal when it is read, as it may reach a job while it saves."""
+
+    def items(self, *args, **kwargs):
+        if self.batch_size == ():
+            signal.raise_signal(signal.SIGUSR1)
+        return super().items(*args, **kwargs)
+
+
+def test_a_save_inside_a_save_is_refused_and_the_outer_one_is_whole(tmp_path):
+    told = []
+
+    def handler(*_):
+        try:
+            ckpt.save(state_of(9), 9)
+        except RuntimeError as error:
+            told.append(str(error))
+
+    state = Signalling({"model": state_of(1)["model"], "step": NonTensorData(1)})
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        with async_checkpointer(state_of(0), tmp_path) as ckpt:
+            ckpt.save(state, 1)
+            ckpt.save(state_of(2), 2)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert len(told) == 1
+    assert "save was called inside a save" in told[0]
+    assert ckpt.steps() == (1, 2)
+    assert values_of(ckpt.restore(state_of(0), 1)) == {1}
+
+
+def test_an_outer_save_that_its_signal_handler_breaks_off_is_not_made_and_the_next_is(tmp_path):
+    state = Signalling({"model": state_of(1)["model"], "step": NonTensorData(1)})
+    before = signal.signal(signal.SIGUSR1, lambda *_: ckpt.save(state_of(9), 9))
+    try:
+        with async_checkpointer(state_of(0), tmp_path) as ckpt:
+            with pytest.raises(RuntimeError, match="inside a save"):
+                ckpt.save(state, 1)
+            ckpt.save(state_of(2), 2)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert ckpt.steps() == (2,)
+
+
+class Sub(torch.Tensor):
+    """A subclass that holds data as every tensor does."""
+
+
+def test_a_plain_subclass_is_saved_as_the_tensor_that_it_is(tmp_path):
+    state = TensorDict({"model": TensorDict({"w": torch.arange(3.0).as_subclass(Sub)})})
+    with async_checkpointer(state, tmp_path) as ckpt:
+        ckpt.save(state, 1)
+        state["model", "w"].zero_()
+    restored = async_checkpointer(state, tmp_path).restore(state)["model", "w"]
+    assert type(restored) is torch.Tensor
+    assert restored.tolist() == [0, 1, 2]
+
+
+def test_json_values_below_a_batch_size_come_back_as_they_were(tmp_path):
+    data = TensorDict({"pos": torch.zeros(2), "name": "x", "list": NonTensorData([1])}, batch_size=[2])
+    state = TensorDict({"data": data})
+    with async_checkpointer(state, tmp_path) as ckpt:
+        ckpt.save(state, 1)
+    restored = ckpt.restore(state)["data"]
+    assert restored["name"] == "x"
+    assert restored["list"] == [1]
+    assert restored.batch_size == ()
+
+
+@pytest.fixture
+def meta_device():
+    torch.set_default_device("meta")
+    yield
+    torch.set_default_device(None)
+
+
+def test_what_the_state_lacks_comes_on_the_cpu_whatever_the_default_device_is(meta_device, tmp_path):
+    weight = torch.arange(3.0, device="cpu")
+    state = TensorDict({"model": TensorDict({"w": weight}), "ema": TensorDict({"w": weight})})
+    with async_checkpointer(state, tmp_path) as ckpt:
+        ckpt.save(state, 1)
+    restored = ckpt.restore(TensorDict({"model": TensorDict({"w": weight})}))
+    for section in ("model", "ema"):
+        assert restored[section, "w"].device.type == "cpu"
+        assert restored[section, "w"].tolist() == [0, 1, 2]
+
+
+def test_a_checkpointer_made_in_inference_mode_saves_outside_and_restores_ordinary_tensors(tmp_path):
+    with torch.inference_mode():
+        ckpt = async_checkpointer(state_of(0), tmp_path)
+        ckpt.save(state_of(1), 1)
+    with ckpt:
+        ckpt.save(state_of(2), 2)
+    with torch.inference_mode():
+        like = state_of(0)
+        like["model", "new"] = torch.ones(1)
+        restored = ckpt.restore(like, 1, strict=False)
+        restored["more"] = ckpt.restore(TensorDict())["model"]
+    assert values_of(ckpt.restore(state_of(0))) == {2}
+    for tensor in restored.values(include_nested=True, leaves_only=True):
+        assert not tensor.is_inference()
+
+
+def test_a_damaged_newest_step_is_an_error_that_says_what_to_do(tmp_path):
+    with async_checkpointer(state_of(0), tmp_path) as ckpt:
+        for step in (1, 3, 4, 5):
+            ckpt.save(state_of(step), step)
+    (tmp_path / "step_4" / "manifest.json").unlink()
+    file = tmp_path / "step_5" / "model" / "__0_0.distcp"
+    file.write_bytes(bytes(len(file.read_bytes())))
+    with pytest.raises(CheckpointError, match="CRC-32") as caught:
+        ckpt.restore(state_of(0))
+    assert f"restore(like, step=3), or remove {tmp_path / 'step_5'}" in str(caught.value)
+    assert values_of(ckpt.restore(state_of(0), step=3)) == {3}
+    (tmp_path / "step_1" / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match=r"no older one is complete.* remove .*step_1") as caught:
+        ckpt.restore(state_of(0), step=1)
+
+
+def test_a_manifest_nested_without_end_is_skipped_as_damaged(tmp_path):
+    with async_checkpointer(state_of(0), tmp_path) as ckpt:
+        for step in (1, 2):
+            ckpt.save(state_of(step), step)
+    (tmp_path / "step_2" / "manifest.json").write_text("[" * 100_000)
+    with pytest.warns(RuntimeWarning, match="step 2 is skipped.*nested"):
+        assert ckpt.latest() == 1

@@ -29,6 +29,10 @@ ENTRIES = (
 )
 
 
+DEEP = b"[" * 900 + b"]" * 900
+DEEPER = b"[" * 100_000
+
+
 @pytest.fixture
 def step(tmp_path):
     """A committed step 5 of one file of 10 bytes."""
@@ -136,7 +140,7 @@ def test_a_step_without_a_manifest_is_unfinished(step):
     assert "the save was not finished" in damage(step)
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b"null", b"\xff"])
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b"null", b"\xff", DEEP, DEEPER])
 def test_a_manifest_that_is_none_is_damaged(step, content):
     (step / "manifest.json").write_bytes(content)
     assert "manifest.json" in damage(step)

@@ -9,7 +9,6 @@ from veofunc.checkpoint.snapshot import (
     flatten,
     match,
     stage_,
-    to_json,
     unflatten,
 )
 
@@ -147,7 +146,15 @@ def test_an_empty_subtree_was_saved_but_the_state_has_more():
     assert ("optimizer", "state") not in {entry.path for entry in wanted}
 
 
-@pytest.mark.parametrize("value", [{1}, (1,), {1: 2}, 1j, b"x", object(), torch.ones(1)])
-def test_what_is_not_json_is_named_by_its_path(value):
-    with pytest.raises(TypeError, match=r"a\.b\.0\.c must be a tensor, a TensorDict or JSON"):
-        to_json([{"c": value}], "a.b")
+def test_buffers_of_leaves_that_are_gone_are_freed():
+    buffers: dict = {}
+    stage_(buffers, {("a",): torch.zeros(3), ("b",): torch.zeros(3)})
+    stage_(buffers, {("b",): torch.zeros(3), ("step",): 1})
+    assert buffers.keys() == {("b",)}
+    stage_(buffers, {})
+    assert buffers == {}
+
+
+def test_a_stack_of_values_is_saved_as_the_list_of_them():
+    stack = torch.stack([TensorDict({"name": "x"}), TensorDict({"name": "y"})])
+    assert flatten(TensorDict({"data": stack}))["data", "name"] == ["x", "y"]

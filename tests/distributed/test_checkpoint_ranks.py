@@ -60,6 +60,18 @@ def check_shards_come_back_in_any_placement(rank, mesh, directory):
     assert torch.equal(whole, WHOLE)
 
 
+def check_shards_saved_and_restored_in_inference_mode_are_ordinary(rank, mesh, directory):
+    with torch.inference_mode():
+        state = TensorDict({"model": TensorDict({"w": sharded(mesh, Shard(0))})})
+        ckpt = async_checkpointer(state, directory)
+    ckpt.save(state, 1).result()
+    with torch.inference_mode():
+        restored = ckpt.restore(state)["model", "w"]
+    assert not restored.is_inference()
+    assert not restored.to_local().is_inference()
+    assert torch.equal(restored.full_tensor(), WHOLE)
+
+
 def check_plain_dcp_load_reads_all_shards(rank, mesh, directory):
     state = TensorDict({"model": TensorDict({"a.w": sharded(mesh, Shard(1))})})
     with async_checkpointer(state, directory) as ckpt:

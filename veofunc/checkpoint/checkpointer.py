@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 
+import torch
 import torch.distributed as dist
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch import Tensor
 from veofunc.checkpoint.manifest import (
     CheckpointError,
     TreePath,
+    check_step,
     damage,
     read_complete,
     remove_abandoned,
@@ -25,6 +27,7 @@ from veofunc.checkpoint.manifest import (
 )
 from veofunc.checkpoint.snapshot import Leaf, describe_leaves, flatten, stage_, unflatten
 from veofunc.checkpoint.step import Ranks, explain, read_step, write_step
+from veofunc.checkpoint.turns import Turns
 
 __all__ = ["Checkpointer", "Save", "async_checkpointer"]
 
@@ -62,7 +65,7 @@ def async_checkpointer(
     Example:
         >>> import torch, veofunc as vf
         >>> model = torch.nn.Linear(2, 1)
-        >>> with vf.async_checkpointer(vf.train_state(model), "runs/demo/checkpoints") as ckpt:
+        >>> with vf.async_checkpointer(vf.train_state(model), "runs/docs/checkpoints") as ckpt:
         ...     save = ckpt.save(vf.train_state(model, step=7), step=7)
         >>> save.result().name, ckpt.latest()
         ('step_7', 7)
@@ -123,6 +126,7 @@ class Checkpointer:
         self._ranks = ranks
         self._buffers: dict[TreePath, Tensor] = {}
         self._pending: Save | None = None
+        self._turns = Turns()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="veofunc-checkpoint")
         self._stage(state)
         directory.mkdir(parents=True, exist_ok=True)
@@ -133,6 +137,7 @@ class Checkpointer:
         """Copy `state` to host memory, and write it to disk in the background as `step`.
 
         When it returns, the state may change. A save still being written is waited for first.
+        Threads that save at once wait for each other.
 
         Args:
             state: what to save, on every rank with the same structure.
@@ -141,18 +146,20 @@ class Checkpointer:
         Raises:
             CheckpointError: the save before failed and nobody was told yet; this one is not made.
             FileExistsError: `step` exists already.
+            RuntimeError: this thread is inside `save` already, as when a signal handler saves.
             TypeError: `step` is not an int, or a leaf can't be saved; names the leaf.
-            ValueError: `step` is negative, or two leaves would have the same name on disk.
+            ValueError: `step` is not from 0 to 2**63 - 1, or two leaves would have the same name on disk.
         """
-        self.wait()
-        try:
-            self._check_new(step)
-            staged = self._stage(state)
-        except Exception as error:
-            # The other ranks wait to hear of it; here it is raised at once.
-            self._submit(step, CheckpointError(explain(error)), told=True)
-            raise
-        return self._submit(step, staged)
+        with self._turns.one():
+            self.wait()
+            try:
+                self._check_new(step)
+                staged = self._stage(state)
+            except Exception as error:
+                # The other ranks wait to hear of it; here it is raised at once.
+                self._submit(step, CheckpointError(explain(error)), told=True)
+                raise
+            return self._submit(step, staged)
 
     def wait(self) -> None:
         """Wait for the pending save, if there is one.
@@ -185,7 +192,10 @@ class Checkpointer:
 
         Raises:
             CheckpointError: the step does not exist or a file is damaged; says which, and how.
+            TypeError: `step` is not an int.
+            ValueError: `step` is not from 0 to 2**63 - 1.
         """
+        check_step(step)
         path = self._path(self._choose(step))
         manifest = read_complete(path)
         verify_files(path, manifest, manifest.files)
@@ -196,7 +206,8 @@ class Checkpointer:
         A pending save is waited for first. Each tensor comes on the device, and with the
         placements, that it has in `like`: sharded tensors are resharded. What `like` lacks as a
         whole (a section, or what is below an empty TensorDict, as optimizer state before the first
-        step) comes as it was saved, tensors on the CPU.
+        step) comes as it was saved, tensors on the CPU. Batch sizes are not saved: all come back
+        empty. Tensors of a subclass other than DTensor come back as plain ones.
 
         Args:
             like: a state of the same structure; its values do not matter.
@@ -205,17 +216,21 @@ class Checkpointer:
                 has not.
 
         Raises:
-            CheckpointError: there is no such step, a file is damaged, or the saved state differs
-                from `like`; lists all differences. Also if the pending save failed.
-            TypeError: a leaf of `like` cannot be restored; names it.
+            CheckpointError: there is no such step, a file is damaged (says what to do), or the saved
+                state differs from `like`; lists all differences. Also if the pending save failed.
+            TypeError: a leaf of `like` cannot be restored; names it. Or `step` is not an int.
+            ValueError: `step` is not from 0 to 2**63 - 1.
 
         Warns:
             RuntimeWarning: another number of ranks saved it; says what may be missing.
         """
+        if step is not None:
+            check_step(step)
         self.wait()
         leaves = flatten(like)
         path = self._path(self._ranks.first("choosing a step", lambda: self._choose(step)))
-        return unflatten(read_step(path, leaves, self._ranks, strict=strict))
+        with torch.inference_mode(False):  # its tensors may be trained on
+            return unflatten(read_step(path, leaves, self._ranks, strict=strict))
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -243,10 +258,7 @@ class Checkpointer:
         return stage_(self._buffers, leaves)
 
     def _check_new(self, step: int) -> None:
-        if isinstance(step, bool) or not isinstance(step, int):
-            raise TypeError(f"step must be an int, got {step!r}")
-        if step < 0:
-            raise ValueError(f"step must be at least 0, got {step}")
+        check_step(step)
         if self._path(step).exists():
             state = damage(self._path(step)) or "it is complete"
             raise FileExistsError(f"{self._path(step)} exists ({state}); remove it to save the step again")

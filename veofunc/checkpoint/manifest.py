@@ -24,6 +24,7 @@ __all__ = [
     "Json",
     "Manifest",
     "TreePath",
+    "check_step",
     "commit",
     "damage",
     "describe_file",
@@ -102,6 +103,21 @@ class Manifest:
     versions: dict[str, str]
     files: dict[str, FileRecord]
     entries: tuple[Entry, ...]
+
+
+def check_step(step: object) -> None:
+    """Refuse what cannot be the number of a step.
+
+    Raises:
+        TypeError: it is not an int.
+        ValueError: it is below 0 or too large.
+    """
+    if isinstance(step, bool) or not isinstance(step, int):
+        raise TypeError(f"step must be an int, got {step!r}")
+    if step.bit_length() > 63:  # too long to print, perhaps
+        raise ValueError(f"step must be at least 0 and below 2**63, got a number of {step.bit_length()} bits")
+    if step < 0:
+        raise ValueError(f"step must be at least 0, got {step}")
 
 
 def step_name(step: int) -> str:
@@ -217,12 +233,15 @@ def _read(path: Path) -> Manifest:
     file = path / FILENAME
     try:
         body = json.loads(file.read_bytes())
+        crc32 = body.pop("crc32", None) if isinstance(body, dict) else None
+        expected = zlib.crc32(_canonical(body))
     except OSError as error:
         raise CheckpointError(f"{file}: {error.strerror}; the save was not finished") from error
     except ValueError as error:
         raise CheckpointError(f"{file}: is not JSON ({error})") from error
-    crc32 = body.pop("crc32", None) if isinstance(body, dict) else None
-    if crc32 != zlib.crc32(_canonical(body)):
+    except RecursionError as error:
+        raise CheckpointError(f"{file}: is nested too deeply; it changed after it was saved") from error
+    if crc32 != expected:
         raise CheckpointError(f"{file}: differs from its checksum; it changed after it was saved")
     if body.pop("format") != FORMAT:
         raise CheckpointError(f"{file}: was written by another veofunc, {body['versions']}")

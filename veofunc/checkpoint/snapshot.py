@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
-from tensordict import TensorDict, TensorDictBase, is_non_tensor
+from tensordict import NonTensorData, TensorDict, TensorDictBase, is_non_tensor
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from veofunc.checkpoint.manifest import CheckpointError, Entry, Json, TreePath
+from veofunc.checkpoint.values import to_json
 
 __all__ = [
     "RANK_SECTIONS",
@@ -23,7 +23,6 @@ __all__ = [
     "match",
     "stage_",
     "tensors_of_slot",
-    "to_json",
     "unflatten",
 ]
 
@@ -41,6 +40,8 @@ Leaf: TypeAlias = "Tensor | Empty | Json"
 
 def flatten(state: TensorDictBase) -> dict[TreePath, Leaf]:
     """All leaves of `state` by their path: tensors as they are, JSON values as copies.
+
+    Subclasses of Tensor with data of their own are taken for the plain tensors that they are.
 
     Raises:
         TypeError: a leaf is neither a dense tensor with data, a DTensor nor a JSON value; names its
@@ -67,18 +68,23 @@ def unflatten(leaves: Mapping[TreePath, Leaf]) -> TensorDict:
 def stage_(buffers: dict[TreePath, Tensor], leaves: Mapping[TreePath, Leaf]) -> dict[TreePath, Leaf]:
     """Copy the tensors of `leaves` into `buffers`; where none fits, one is made and kept.
 
+    Buffers of leaves that are gone are freed.
+
     Returns:
         The leaves, with their tensors in host memory.
     """
     tensors = {path: leaf for path, leaf in leaves.items() if isinstance(leaf, Tensor)}
-    for path, tensor in tensors.items():
-        if path not in buffers or not _fits(buffers[path], tensor):
-            # Zeroed to have its pages there: a copy into new ones takes five times as long.
-            contiguous = torch.contiguous_format
-            buffers[path] = torch.empty_like(tensor, device="cpu", memory_format=contiguous).zero_()
-    if tensors:
-        sources = [_local(tensor) for tensor in tensors.values()]
-        torch._foreach_copy_([_local(buffers[path]) for path in tensors], sources)
+    for path in buffers.keys() - tensors.keys():
+        del buffers[path]
+    with torch.inference_mode(False):  # else no save outside could write into the buffers
+        for path, tensor in tensors.items():
+            if path not in buffers or not _fits(buffers[path], tensor):
+                # Zeroed to have its pages there: a copy into new ones takes five times as long.
+                contiguous = torch.contiguous_format
+                buffers[path] = torch.empty_like(tensor, device="cpu", memory_format=contiguous).zero_()
+        if tensors:
+            sources = [_local(tensor) for tensor in tensors.values()]
+            torch._foreach_copy_([_local(buffers[path]) for path in tensors], sources)
     return {**leaves, **{path: buffers[path] for path in tensors}}
 
 
@@ -131,29 +137,13 @@ def match(entries: Mapping[TreePath, Entry], like: Mapping[TreePath, Leaf], *, s
     return list(wanted.values())
 
 
-def to_json(value: Any, where: str) -> Json:
-    """A copy of `value`, which must be JSON.
-
-    Raises:
-        TypeError: some value in it is not; names it, as in "scheduler.milestones.0".
-    """
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, list):
-        return [to_json(item, f"{where}.{index}") for index, item in enumerate(value)]
-    if isinstance(value, dict) and all(isinstance(name, str) for name in value):
-        return {name: to_json(item, f"{where}.{name}") for name, item in value.items()}
-    raise TypeError(
-        f"{where} must be a tensor, a TensorDict or JSON (None, bool, int, float, str, list, dict "
-        f"with str keys), got {type(value).__name__}: {value!r:.80}"
-    )
-
-
 def _walk(node: TensorDictBase, above: TreePath) -> Iterator[tuple[TreePath, Leaf]]:
     for name, value in node.items():
         path = (*above, name)
         if is_non_tensor(value):
-            yield path, to_json(value.tolist(), _dotted(path))
+            # The list of a NonTensorData repeats its value over the batch size.
+            data = value.data if isinstance(value, NonTensorData) else value.tolist()
+            yield path, to_json(data, _dotted(path))
         elif not isinstance(value, TensorDictBase):
             yield path, _checked(value, _dotted(path))
         elif list(value.keys()):
@@ -164,14 +154,16 @@ def _walk(node: TensorDictBase, above: TreePath) -> Iterator[tuple[TreePath, Lea
 
 def _checked(value: Any, where: str) -> Tensor:
     is_sharded = isinstance(value, DTensor)
-    is_plain = isinstance(value, Tensor) and not is_traceable_wrapper_subclass(value)
+    # Other subclasses that dispatch for themselves wrap tensors, and have no data of their own.
+    is_plain = isinstance(value, Tensor) and type(value).__torch_dispatch__ is Tensor.__torch_dispatch__
     if not (is_sharded or is_plain):
         raise TypeError(f"{where} must be a plain tensor or a DTensor, got {type(value).__name__}")
     if value.layout != torch.strided or value.is_meta or value.is_nested or value.is_quantized:
         raise TypeError(f"{where} must be dense and hold data, got {value.layout} on {value.device}")
     if is_sharded and any(placement.is_partial() for placement in value.placements):
         raise TypeError(f"{where} must be sharded or replicated, got {value.placements}")
-    return value.detach()
+    # weights_only unpickling, which reads the files, knows no other subclass.
+    return value.detach() if is_sharded else value.detach().as_subclass(Tensor)
 
 
 def _fits(buffer: Tensor, tensor: Tensor) -> bool:

@@ -31,9 +31,11 @@ from veofunc.checkpoint.manifest import (
     Manifest,
     TreePath,
     commit,
+    damage,
     describe_file,
     read_complete,
     step_name,
+    step_numbers,
     temporary_step,
     verify_files,
 )
@@ -178,9 +180,22 @@ def _write_slot(directory: Path, tensors: dict[str, Tensor], ranks: Ranks) -> di
 
 def _verify_share(path: Path, ranks: Ranks) -> Manifest:
     """The manifest of the step at `path`, after this rank has verified its share of the files."""
-    manifest = read_complete(path)
-    verify_files(path, manifest, list(manifest.files)[ranks.rank :: ranks.size])
+    try:
+        manifest = read_complete(path)
+        verify_files(path, manifest, list(manifest.files)[ranks.rank :: ranks.size])
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; {_way_out(path)}") from error
     return manifest
+
+
+def _way_out(path: Path) -> str:
+    """What to do about the damaged step at `path`."""
+    damaged = int(path.name.removeprefix("step_"))
+    older = [number for number in step_numbers(path.parent) if number < damaged]
+    step = next((s for s in reversed(older) if not damage(path.with_name(step_name(s)))), None)
+    if step is None:
+        return f"no older one is complete; to go on without it, remove {path}"
+    return f"restore(like, step={step}), or remove {path} to restore the newest of the others"
 
 
 def _read_slot(directory: Path, tensors: dict[str, Tensor], ranks: Ranks) -> None:
@@ -206,7 +221,7 @@ def _target(entry: Entry, leaf: Leaf) -> Leaf:
         return entry.value
     if isinstance(leaf, Tensor):
         return torch.empty_like(leaf)
-    return torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+    return torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="cpu")
 
 
 def _copy(leaf: Leaf) -> Leaf:
