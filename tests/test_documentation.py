@@ -98,7 +98,7 @@ def test_public_name_stands_on_the_api_page(name):
     if inspect.ismodule(value):
         directive = rf"automodule:: {value.__name__}"
     else:
-        directive = rf"auto(function|class):: {name}"
+        directive = rf"auto(function|class|exception):: {name}"
     assert re.search(rf"^\.\. {directive}$", (ROOT / "docs/api.md").read_text(), re.MULTILINE)
 
 

@@ -118,6 +118,21 @@ class TestObserving:
         _, obs = observer(between(observer(double, "a")), "b")(4)
         assert sorted(obs.keys()) == ["a", "b"]
 
+    def test_knows_its_own_as_a_method(self):
+        class Trainer:
+            def loss(self, x):
+                return x
+
+            loss = observer(loss, "a")
+
+        _, obs = observer(Trainer().loss, "b")(4)
+        assert sorted(obs.keys()) == ["a", "b"]
+
+    @pytest.mark.parametrize("has_aux", [1, None, "no"])
+    def test_has_aux_must_be_a_bool(self, has_aux):
+        with pytest.raises(TypeError, match="has_aux must be True or False"):
+            observer(double, "a", has_aux=has_aux)
+
     def test_is_not_fooled_by_copied_attributes(self):
         inner = observer(double, "a")
 
@@ -287,8 +302,3 @@ class TestModuleHooks:
             x = torch.ones(1, 2, requires_grad=True)
             torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False).sum().backward()
         assert len(seen) == 2
-
-
-def test_the_public_names_are_few_and_documented():
-    assert len(vf.__all__) <= 30
-    assert all(getattr(vf, name).__doc__ for name in vf.__all__)

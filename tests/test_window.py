@@ -38,6 +38,16 @@ class TestWindow:
         assert (window.first_step, window.last_step, window.num_steps) == (7, 8, 2)
         assert window.obs["channel", "count"].tolist() == [9, 3]
 
+    def test_windows_are_compared_and_hashed_as_objects(self):
+        window = vf.Window().add(obs(1), 1)
+        assert window == window and window != vf.Window()
+        assert len({window, vf.Window(), window}) == 2
+
+    def test_names_that_only_look_alike_are_different(self):
+        window = vf.Window().add(TensorDict({"a.b": torch.tensor(1)}), 1)
+        with pytest.raises(ValueError, match="obs must have the names"):
+            window.add(TensorDict({"a": {"b": torch.tensor(1)}}), 2)
+
     def test_step_zero_is_a_step(self):
         window = vf.Window().add(obs(1), 0)
         assert not window.empty
@@ -69,7 +79,7 @@ class TestWindow:
 
     def test_other_sums_are_an_error(self):
         window = vf.Window().add(obs(2), 1)
-        with pytest.raises(ValueError, match=r"(?s)obs must have the names.*window: channel.count \[2\]"):
+        with pytest.raises(ValueError, match=r"(?s)obs must have the names.*window: channel > count \[2\]"):
             window.add(TensorDict({"router": torch.ones(1)}), 2)
         with pytest.raises(ValueError, match="obs must have the names"):
             window.add(TensorDict({"channel": {"count": torch.ones(3), "loss": torch.tensor(1.0)}}), 2)

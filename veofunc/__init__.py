@@ -10,12 +10,13 @@ from veofunc.channel import packing
 from veofunc.channel.loss import channel_sums, with_channel_loss
 from veofunc.channel.metrics import channel_metrics
 from veofunc.checkpoint.checkpointer import async_checkpointer
+from veofunc.checkpoint.manifest import CheckpointError
 from veofunc.grad import grad, grad_and_value
 from veofunc.offload import policies
 from veofunc.offload.offload import offload
 from veofunc.offload.saved import Fate, SavedTensor
 from veofunc.offload.stores import DiskStore, HostStore, Store
-from veofunc.router.detect import find_routers
+from veofunc.router.detect import Router, find_routers
 from veofunc.router.heatmap import router_heatmap
 from veofunc.router.metrics import router_metrics
 from veofunc.router.monitor import monitor_router
@@ -23,9 +24,11 @@ from veofunc.state import load_train_state, train_state
 from veofunc.window import Window, all_reduce
 
 __all__ = [
+    "CheckpointError",
     "DiskStore",
     "Fate",
     "HostStore",
+    "Router",
     "SavedTensor",
     "Store",
     "Window",

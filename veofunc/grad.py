@@ -6,17 +6,17 @@ activation checkpointing and whatever else hangs on the engine.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-
-from veofunc.transform import find_model
 
 __all__ = ["grad", "grad_and_value"]
 
@@ -78,7 +78,7 @@ def grad_and_value(func: Callable, argnums: int | tuple[int, ...] = 0, has_aux: 
 
     Raises:
         ValueError: `func` did not use one of the tensors (named), where `torch.func` would return zeros;
-            or it runs an FSDP2 module, which ignores swapped parameters; or its value is no scalar.
+            or it swapped parameters into an FSDP2 module, which ignores them; or its value is no scalar.
         TypeError: a tensor to differentiate with respect to is not floating-point or complex, or an option is
             of the wrong kind.
         RuntimeError: in `torch.inference_mode`, or under a transform of `torch.func`.
@@ -102,8 +102,7 @@ def grad_and_value(func: Callable, argnums: int | tuple[int, ...] = 0, has_aux: 
         args = list(args)
         for position in positions:
             args[position] = variables.replace(args, position)
-        _refuse_swapped_fsdp(func, variables.names)
-        with torch.enable_grad():
+        with torch.enable_grad(), _no_swapped_fsdp(variables.names):
             value, aux = _value_and_aux(func(*args, **kwargs), has_aux)
             create_graph = differentiable and variables.depend_on_others(value)
             grads = variables.gradients(value, create_graph)
@@ -219,21 +218,31 @@ def _value_and_aux(returned: Any, has_aux: bool) -> tuple[Tensor, Any]:
     return value, aux
 
 
-def _refuse_swapped_fsdp(func: Callable, names: list[str]) -> None:
-    """FSDP2 modules silently ignore swapped parameters, so refuse where that would happen."""
-    model = find_model(func)
-    if model is None or not (dist.is_available() and dist.is_initialized()):
+@contextlib.contextmanager
+def _no_swapped_fsdp(names: list[str]) -> Generator[None]:
+    """Refuses FSDP2 modules that have parameters of these names: they would silently ignore the swap."""
+    if not (dist.is_available() and dist.is_initialized()):
+        yield  # nothing can be sharded
         return
-    from torch.distributed.fsdp import FSDPModule  # slow to import, and needless without ranks
+    from torch.distributed.fsdp import FSDPModule  # slow to import
 
-    if not any(isinstance(module, FSDPModule) for module in model.modules()):
-        return
-    parameters = dict(model.named_parameters())
-    if any(_key(name) in parameters for name in names):
-        raise ValueError(
-            "func runs an FSDP2 module, which ignores swapped parameters: the gradients would be zeros. "
-            "Call loss.backward() on the module's own parameters, or shard after differentiating"
-        )
+    thread, keys = threading.get_ident(), {_key(name) for name in names}
+
+    def refuse(module, args):
+        if threading.get_ident() != thread or not isinstance(module, FSDPModule):
+            return
+        mine = tuple(name for name, _ in module.named_parameters())
+        if any(key == name or key.endswith("." + name) for key in keys for name in mine):
+            raise ValueError(
+                "func runs an FSDP2 module, which ignores swapped parameters: their gradients would be "
+                "wrong. Call loss.backward() on the module's own parameters, or shard after differentiating"
+            )
+
+    hook = nn.modules.module.register_module_forward_pre_hook(refuse)  # before FSDP2's own
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _key(name: str) -> str:

@@ -12,16 +12,30 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import threading
 import types
 from collections.abc import Callable, Generator, Iterable, Mapping
-from typing import Any
+from fnmatch import fnmatchcase
+from typing import Any, cast
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
-__all__ = ["Transformed", "bare_module", "find_model", "merge_obs", "module_hooks", "observing", "read_obs"]
+__all__ = [
+    "Transformed",
+    "bare_module",
+    "find_model",
+    "has_parameter",
+    "matches",
+    "merge_obs",
+    "module_hooks",
+    "name_of",
+    "observing",
+    "read_obs",
+    "some_paths",
+]
 
 
 class Transformed:
@@ -54,7 +68,7 @@ class Transformed:
         exposes: Mapping[str, Callable[[], Any]] | None = None,
     ):
         functools.update_wrapper(self, fn, updated=())
-        self.__name__ = getattr(fn, "__name__", type(fn).__name__)
+        self.__name__ = name_of(fn)
         self.observes = _extend(_observed_names(fn), observes)
         self.model = model
         self._transform = transform
@@ -103,6 +117,8 @@ def observing(fn: Callable, has_aux: bool) -> Callable[..., tuple[Any, TensorDic
     """
     if not callable(fn):
         raise TypeError(f"fn must be callable (a module or a function), got {type(fn).__name__}")
+    if not isinstance(has_aux, bool):
+        raise TypeError(f"has_aux must be True or False, got {has_aux!r}")
     if _observed_names(fn):
         return fn
     if not has_aux:
@@ -112,12 +128,12 @@ def observing(fn: Callable, has_aux: bool) -> Callable[..., tuple[Any, TensorDic
         pair = fn(*args, **kwargs)
         if not (isinstance(pair, tuple) and len(pair) == 2):
             raise TypeError(
-                f"has_aux=True says that {_name(fn)} returns (out, aux), got {type(pair).__name__}"
+                f"has_aux=True says that {name_of(fn)} returns (out, aux), got {type(pair).__name__}"
             )
         out, aux = pair
         if not isinstance(aux, TensorDictBase | Mapping):
             raise TypeError(
-                f"aux of {_name(fn)} must be a TensorDict or a mapping of names to tensors, because it "
+                f"aux of {name_of(fn)} must be a TensorDict or a mapping of names to tensors, because it "
                 f"is merged into obs; got {type(aux).__name__}"
             )
         return out, TensorDict(dict(aux.items())).detach()
@@ -211,20 +227,54 @@ def module_hooks(
             return False
         return threading.get_ident() != thread or torch._C._current_graph_task_id() != -1
 
-    def unless_elsewhere(hook: Callable[..., object]) -> Callable[..., None]:
-        def guarded(module, args, *output):
-            if not elsewhere():
-                hook(module, *output)
+    def pre_hook(module, args):
+        if not elsewhere():
+            cast(Callable, before)(module)
 
-        return guarded
+    def post_hook(module, args, output):
+        if not elsewhere():
+            cast(Callable, after)(module, output)
 
-    with contextlib.ExitStack() as handles:
+    handles = []
+    try:
         for module in modules:
             if before is not None:
-                handles.callback(module.register_forward_pre_hook(unless_elsewhere(before)).remove)
+                handles.append(module.register_forward_pre_hook(pre_hook))
             if after is not None:
-                handles.callback(module.register_forward_hook(unless_elsewhere(after)).remove)
+                handles.append(module.register_forward_hook(post_hook))
         yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def matches(path: str, glob: str) -> bool:
+    """Whether `glob` matches the whole module path, segment by segment: `*` stays within one segment."""
+    segments, patterns = path.split("."), glob.split(".")
+    return len(segments) == len(patterns) and all(map(fnmatchcase, segments, patterns))
+
+
+def some_paths(model: nn.Module) -> str:
+    """The first module paths of `model`, for messages."""
+    paths = [path for path, _ in model.named_modules() if path]
+    return f"{', '.join(paths[:12])}{', ...' if len(paths) > 12 else ''}"
+
+
+def name_of(fn: Callable) -> str:
+    """What to call `fn` in a message: a function by its name, anything else by its class."""
+    return getattr(fn, "__name__", type(fn).__name__)
+
+
+def has_parameter(fn: Callable | None, name: str) -> bool:
+    """Whether `fn`, or what it wraps, has a parameter of that name."""
+    while fn is not None:
+        try:
+            if name in inspect.signature(getattr(fn, "forward", fn)).parameters:
+                return True
+        except ValueError:  # a builtin does not say
+            return False
+        fn = _inside(fn)
+    return False
 
 
 def _observed_names(fn: Callable) -> tuple[str, ...]:
@@ -232,10 +282,12 @@ def _observed_names(fn: Callable) -> tuple[str, ...]:
 
 
 def _transparent(fn: Callable | None) -> Transformed | None:
-    """The transform behind wrappers that return what it returns (partial, torch.compile), if any."""
+    """The transform behind wrappers that return what it returns (partial, method, torch.compile), if any."""
     while fn is not None and not isinstance(fn, Transformed):
         if isinstance(fn, functools.partial):
             fn = fn.func
+        elif isinstance(fn, types.MethodType):
+            fn = fn.__func__
         elif getattr(fn, "__globals__", {}).get("__name__") == "torch._dynamo.external_utils":
             fn = getattr(fn, "__wrapped__", None)  # the frame that torch.compile puts around an object
         elif getattr(fn, "_torchdynamo_wrapper_id", None) in (None, id(fn)):  # else a copied attribute
@@ -267,7 +319,3 @@ def _clash(name: str) -> str:
         f"obs[{name!r}] is written twice: the wrapped function observes {name!r} already. "
         "Apply each observing transform once, or rename that entry of your own aux"
     )
-
-
-def _name(fn: Callable) -> str:
-    return getattr(fn, "__name__", type(fn).__name__)

@@ -14,7 +14,7 @@ from torch import Tensor
 __all__ = ["Window", "all_reduce"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Window:
     """Observations added up over steps. Immutable: `add` returns a new window.
 
@@ -57,6 +57,9 @@ class Window:
             obs: sums, as an observing transform returns them; the same structure at every step.
             step: the step it belongs to, an int that never falls.
 
+        Returns:
+            A window over the steps of this one and `step`.
+
         Raises:
             TypeError: `step` is not an int, or `obs` is not a TensorDict.
             ValueError: `step` is smaller than the last one, or `obs` has other names or shapes.
@@ -68,10 +71,11 @@ class Window:
             return Window(obs.clone(), step, step, 1)
         if step < self.last_step:
             raise ValueError(f"step must be at least the window's last step {self.last_step}, got {step}")
-        if _structure(obs) != _structure(self.obs):
+        ours, theirs = _structure(self.obs), _structure(obs)
+        if ours != theirs:
             raise ValueError(
                 "obs must have the names, shapes and dtypes of the window's sums.\n"
-                f"window: {_structure(self.obs)}\nobs:    {_structure(obs)}"
+                f"window: {ours}\nobs:    {theirs}"
             )
         # A window that was restored is in host memory; the new sums say where it goes on.
         total = self.obs.apply(lambda mine, new: mine.to(new.device) + new, obs)
@@ -79,7 +83,11 @@ class Window:
         return Window(total, self.first_step, step, self.num_steps + (step > self.last_step))
 
     def all_reduce(self, group: dist.ProcessGroup | None = None) -> Window:
-        """This window with its sums added over the ranks of `group`. A collective: every rank calls it."""
+        """This window with its sums added over the ranks of `group`. A collective: every rank calls it.
+
+        Raises:
+            ValueError: see `all_reduce`.
+        """
         return Window(all_reduce(self.obs, group), self.first_step, self.last_step, self.num_steps)
 
     def __repr__(self) -> str:
@@ -95,6 +103,9 @@ def all_reduce(obs: TensorDictBase, group: dist.ProcessGroup | None = None) -> T
     Args:
         obs: sums; the same names, shapes and dtypes on every rank.
         group: the ranks whose sums add; by default all.
+
+    Returns:
+        The sums over the ranks, in the structure of `obs`; `obs` is unchanged.
 
     Raises:
         ValueError: on every rank, if the structure differs between ranks; names who has what.
@@ -142,7 +153,7 @@ def _check_same_structure(obs: TensorDictBase, group: dist.ProcessGroup | None) 
 
 def _structure(obs: TensorDictBase) -> str:
     """Names, shapes and dtypes of all sums, in words that compare equal iff the sums can be added."""
-    parts = [f"{'.'.join(key)} {list(leaf.shape)} {leaf.dtype}" for key, leaf in _leaves(obs)]
+    parts = [f"{' > '.join(key)} {list(leaf.shape)} {leaf.dtype}" for key, leaf in _leaves(obs)]
     return ", ".join(parts) or "empty"
 
 

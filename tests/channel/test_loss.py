@@ -556,13 +556,25 @@ def test_equal_losses_do_not_drift():
     assert sums["loss_sum"].item() == pytest.approx(0.1 * num_tokens, rel=1e-6)
 
 
-def test_a_loss_with_a_channel_argument_of_its_own_gets_it():
-    labels, ids = torch.ones(1, 3).long(), torch.tensor([[0, 1, 1]])
-
-    def loss_fn(batch, channel):
+class ChannelLoss(torch.nn.Module):
+    def forward(self, batch, channel):
         return channel.float()
 
-    loss, obs = vf.with_channel_loss(loss_fn, 2)({"labels": labels}, channel=ids)
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda module: module,
+        lambda module: module.forward,
+        lambda module: functools.partial(module),
+        lambda module: vf.offload(module, vf.policies.nothing),
+        lambda module: vf.offload(functools.partial(module.forward), vf.policies.nothing),
+    ],
+    ids=["module", "method", "partial", "transform", "transform of partial"],
+)
+def test_a_loss_with_a_channel_argument_of_its_own_gets_it(wrap):
+    labels, ids = torch.ones(1, 3).long(), torch.tensor([[0, 1, 1]])
+    loss, obs = vf.with_channel_loss(wrap(ChannelLoss()), 2)({"labels": labels}, channel=ids)
     assert loss == pytest.approx(2 / 3)
     assert obs["channel", "loss_sum"].tolist() == [0.0, 2.0]
 
@@ -578,3 +590,16 @@ def test_complex_ids_and_absurd_numbers_of_channels_are_refused():
         vf.channel_sums(torch.ones(2), torch.ones(2).long(), torch.ones(2, dtype=torch.complex64), 2)
     with pytest.raises(ValueError, match="channels must be a number from 1 to 1048576"):
         vf.with_channel_loss(lambda batch: batch, 10**12)
+
+
+@pytest.mark.parametrize("option", ["channel_key", "label_key"])
+def test_keys_must_be_names(option):
+    with pytest.raises(TypeError, match=f"{option} must be a str"):
+        vf.with_channel_loss(lambda batch: batch, 2, **{option: 3})
+
+
+def test_labels_must_be_a_tensor():
+    with pytest.raises(TypeError, match="the labels must be a tensor, got list"):
+        vf.with_channel_loss(lambda batch: torch.ones(2), 2)(
+            {"labels": [1, 2], "channel": torch.zeros(2).long()}
+        )

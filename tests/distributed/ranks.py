@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 import warnings
 from pathlib import Path
 
@@ -14,13 +15,16 @@ import torch.distributed as dist
 from tensordict import TensorDict
 
 import veofunc as vf
-from tests.laws.subject import CHANNELS, make_batch, make_functional_loss, make_loss, make_model
-from tests.laws.test_laws import sums
+from tests.laws.subject import CHANNELS, make_batch, make_functional_loss, make_loss, make_model, sums
+from tests.laws.table import TRANSFORMS
 
 
 def check_sums(rank: int, world_size: int) -> None:
     model = make_model().eval()
-    objective = vf.monitor_router(vf.with_channel_loss(make_loss(model), CHANNELS), model=model)
+    objective = make_loss(model)
+    for row in TRANSFORMS:
+        with tempfile.TemporaryDirectory() as directory:
+            objective = row.wrap(objective, model, Path(directory))
     batches = [make_batch(seed) for seed in range(2)]
     window, whole = vf.Window(), vf.Window()
     for step, batch in enumerate(batches, start=1):
@@ -28,6 +32,7 @@ def check_sums(rank: int, world_size: int) -> None:
         whole = whole.add(objective(batch)[1], step)
     total = window.all_reduce()
     assert (total.first_step, total.last_step, total.num_steps) == (1, 2, 2)
+    assert set(total.obs.keys()) == {row.observes for row in TRANSFORMS if row.observes}
     for key, leaf in sums(whole.obs).items():
         torch.testing.assert_close(sums(total.obs)[key], leaf)
         if not leaf.is_floating_point():
@@ -64,7 +69,7 @@ def _check_a_rank_without_tokens(objective, batch, rank) -> None:
 
 def _check_structures_that_differ(rank) -> None:
     mine = TensorDict({"router": {"tokens": torch.ones(2 + rank)}})
-    with pytest.raises(ValueError, match=r"(?s)rank 0: router.tokens \[2\].*rank 1: router.tokens \[3\]"):
+    with pytest.raises(ValueError, match=r"(?s)rank 0: router > tokens \[2\].*rank 1: router > tokens \[3\]"):
         vf.all_reduce(mine)
     window = vf.Window().add(mine, 1) if rank == 0 else vf.Window()
     with pytest.raises(ValueError, match="rank 1: empty"):
@@ -81,17 +86,21 @@ def check_fsdp(rank: int, world_size: int) -> None:
     model = make_model().eval()
     params = {name: p.detach().clone() for name, p in model.named_parameters()}
     batch = make_batch()
+    plain = make_loss(model)(batch).detach()
     expected, expected_obs = vf.with_channel_loss(make_loss(model), CHANNELS)(batch)
     mesh = init_device_mesh("cpu", (world_size,))
     for module in (*model.layers, model):
         fully_shard(module, mesh=mesh)
-    objective = vf.monitor_router(vf.with_channel_loss(make_functional_loss(model), CHANNELS), model=model)
-    with pytest.raises(ValueError, match="FSDP2 module, which ignores swapped parameters"):
-        vf.grad_and_value(objective, has_aux=True)(params, batch)
-    objective = vf.with_channel_loss(make_functional_loss(model), CHANNELS)  # nobody knows the model
-    make_loss(model)(batch)  # from now on a swap is ignored
-    with pytest.raises(ValueError, match=r"does not depend on .*FSDP2 modules ignore a swap"):
-        vf.grad_and_value(objective, has_aux=True)(params, batch)
+    functional = make_functional_loss(model)
+
+    def with_weight_decay(params, batch):  # uses every parameter, but the swap would be ignored
+        return functional(params, batch).sum() + sum(p.square().sum() for p in params.values())
+
+    for _ in range(2):  # before the module's first forward, and after
+        for objective in (lambda params, batch: functional(params, batch).sum(), with_weight_decay):
+            with pytest.raises(ValueError, match="FSDP2 module, which ignores swapped parameters"):
+                vf.grad_and_value(objective)(params, batch)
+        torch.testing.assert_close(make_loss(model)(batch).detach(), plain)  # no swap is left behind
     _check_the_sharded_model_works_inside(model, batch, expected, expected_obs)
 
 

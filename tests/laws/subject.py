@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from tensordict import TensorDict
+from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -91,3 +91,8 @@ def make_batch(seed: int = 0, rows: int = 4) -> TensorDict:
     labels[0, 2] = -100
     channel = torch.randint(-1, len(CHANNELS), (rows, 7), generator=generator)
     return TensorDict({"tokens": tokens, "labels": labels, "channel": channel}, batch_size=[rows])
+
+
+def sums(obs: TensorDictBase) -> dict[str | tuple[str, ...], Tensor]:
+    """All sums in `obs`, by name."""
+    return dict(obs.items(include_nested=True, leaves_only=True))

@@ -500,3 +500,27 @@ def test_with_indices_a_weight_beside_the_ids_still_tells_load_from_none():
     obs = monitored(ROWS)[1]
     assert routed(obs) == [4]
     assert obs["router", "zero_weight"].sum() == 6
+
+
+def test_what_find_routers_returned_is_known_from_the_start():
+    model = Gates(Gate(usual, 4), Gate(usual, 16))
+    routers = vf.find_routers(model, ROWS)
+    monitored = vf.monitor_router(model, routers=routers)
+    assert monitored.routers == routers
+    one, both = monitored(ROWS, 1)[1], monitored(ROWS)[1]
+    assert routed(one) == [10, 0] and routed(both) == [10, 10]
+    assert routed(one + both) == [20, 10]
+    with pytest.raises(
+        ValueError, match=r"routers= names gates\.7, the model has the modules gates, gates\.0"
+    ):
+        vf.monitor_router(model, routers=(("gates.7", 4, 2),))
+
+
+def test_before_the_first_call_routers_say_how_to_know_them():
+    with pytest.raises(AttributeError, match=r"routers=vf\.find_routers\(model, \*args\)"):
+        vf.monitor_router(Gates(Gate(usual))).routers  # noqa: B018
+
+
+def test_indices_must_be_a_function():
+    with pytest.raises(TypeError, match="indices must be a function"):
+        vf.monitor_router(Gates(Gate(usual)), routers="gates.*", indices="ids")

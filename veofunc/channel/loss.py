@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from veofunc.transform import Transformed, merge_obs, observing
+from veofunc.transform import Transformed, has_parameter, merge_obs, name_of, observing
 
 __all__ = ["channel_sums", "with_channel_loss"]
 
@@ -75,12 +74,15 @@ def with_channel_loss(
     Source: the per-source loss of VeOmni and ms-swift, as sums.
     """
     names = _channel_names(channels)
+    for option, key in (("channel_key", channel_key), ("label_key", label_key)):
+        if not isinstance(key, str):
+            raise TypeError(f"{option} must be a str, the name of an entry of the batch, got {key!r}")
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
         raise TypeError(f"ignore_index must be an int, got {ignore_index!r}")
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
     observed = observing(loss_fn, has_aux)
-    takes_channel = _takes(loss_fn, "channel")
+    takes_channel = has_parameter(loss_fn, "channel")
 
     def call(*args, **kwargs):
         given = kwargs.get("channel") if takes_channel else kwargs.pop("channel", None)
@@ -167,14 +169,6 @@ def _channel_names(channels: int | tuple[str, ...]) -> tuple[str, ...]:
     return names
 
 
-def _takes(fn: Callable, name: str) -> bool:
-    """Whether `fn` itself has an argument of that name."""
-    try:
-        return name in inspect.signature(getattr(fn, "forward", fn)).parameters
-    except ValueError:  # a builtin does not say
-        return False
-
-
 def _labels_and_channel(args, kwargs, label_key, channel_key, channel) -> tuple[Tensor, Tensor]:
     """The labels and channel ids of the one batch among the arguments."""
     arguments = (*args, *kwargs.values(), kwargs)
@@ -198,8 +192,10 @@ def _labels_and_channel(args, kwargs, label_key, channel_key, channel) -> tuple[
     return batch[label_key], channel
 
 
-def _check_token_loss(token_loss: Any, labels: Tensor, loss_fn: Callable) -> None:
-    name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
+def _check_token_loss(token_loss: Any, labels: Any, loss_fn: Callable) -> None:
+    if not isinstance(labels, Tensor):
+        raise TypeError(f"the labels must be a tensor, got {type(labels).__name__}")
+    name = name_of(loss_fn)
     if not isinstance(token_loss, Tensor):
         hint = ". If it returns (token_loss, aux), pass has_aux=True" * isinstance(token_loss, tuple)
         raise TypeError(

@@ -19,9 +19,11 @@ from veofunc.offload.ledger import Ledger
 from veofunc.offload.policies import ask, is_inside, nothing
 from veofunc.offload.saved import Fate, Handle, Moved, SavedTensor
 from veofunc.offload.stores import HostStore, Layout, Store
-from veofunc.transform import Transformed, find_model, module_hooks
+from veofunc.transform import Transformed, find_model, module_hooks, name_of, some_paths
 
 __all__ = ["offload"]
+
+PLAIN_TYPES = (Tensor, nn.Parameter, nn.Buffer)
 
 
 def offload(
@@ -43,8 +45,9 @@ def offload(
     Args:
         fn: a module or any function; what autograd saves while it runs is governed.
         policy: a pure function from a `SavedTensor` to a `Fate`; see `veofunc.policies`.
-        model: the module that `fn` runs, for module paths and to recognise parameters. Found by itself
-            if `fn` is a module or a wrapper around one.
+        model: the module that `fn` runs, for module paths and to recognise parameters: without it frozen
+            weights and buffers that `fn` closes over count as activations. Found by itself if `fn` is a
+            module or a wrapper around one.
         store: where tensors go; by default `HostStore()`, which keeps what is in host memory already.
         keep: bytes of the newest offloadable tensors of a call that stay on the device; backward needs
             them first.
@@ -81,7 +84,8 @@ def offload(
     store = HostStore() if store is None else store
     _check_options(policy, model, store, keep)
     ledger = Ledger()
-    paths = {} if model is None else {module: path for path, module in model.named_modules()}
+    follows = model is not None and getattr(policy, "reads_path", True)
+    paths = {module: path for path, module in model.named_modules()} if follows else {}
     warned = False
 
     @torch.compiler.disable  # saved-tensor hooks run in Python; compile fn, inside
@@ -111,7 +115,7 @@ class _Packer:
         self.newest: deque[weakref.ref[Handle]] = deque()  # handles within `keep`
         self.newest_bytes = 0
         self.known: dict[tuple, tuple[StorageWeakRef, weakref.ref[Moved]]] = {}
-        self.num_packed = self.num_offload = self.num_moved = self.num_refused = 0
+        self.num_packed = self.num_asked = self.num_offload = self.num_moved = self.num_refused = 0
 
     @contextlib.contextmanager
     def active(self) -> Generator[None]:
@@ -122,20 +126,20 @@ class _Packer:
             yield
 
     def pack(self, tensor: Tensor) -> Handle:
-        movable = _is_movable(tensor)
-        layout = Layout.of(tensor) if movable else None
-        nbytes = layout.nbytes if layout else tensor.numel() * tensor.element_size()
+        plain = _is_plain(tensor)
+        nbytes = Layout.of(tensor).nbytes if plain else tensor.numel() * tensor.element_size()
         handle = Handle(tensor, nbytes, self.ledger)
         self.ledger.add("packed", nbytes)
         self.ledger.add("kept", nbytes)
         self.num_packed += 1
-        if movable and not _is_parameter(tensor, self.owned) and self._wants(tensor, nbytes):
+        if plain and _is_movable(tensor, nbytes, self.owned) and self._wants(tensor, nbytes):
             self._hold(handle)
             self._move_oldest()
         return handle
 
     def _wants(self, tensor: Tensor, nbytes: int) -> bool:
         """Whether the policy offloads `tensor` and the store takes it."""
+        self.num_asked += 1
         fate = ask(self.policy, self._describe(tensor, nbytes))
         if fate is Fate.RECOMPUTE:
             raise ValueError(
@@ -205,8 +209,12 @@ class _Packer:
         return self.num_packed > 0 and self.num_moved == 0
 
     def why_idle(self) -> str:
-        if self.num_offload == 0:
-            why = f"policy {self.policy!r} offloads none of them"
+        if self.num_asked == 0:
+            why = (
+                "all of them are parameters, buffers, or kinds that stay where they are (subclasses, sparse)"
+            )
+        elif self.num_offload == 0:
+            why = f"policy {self.policy!r} offloads none of the {self.num_asked} that are no parameters"
         elif self.num_refused == self.num_offload:
             why = (
                 f"{type(self.store).__name__} takes none of the {self.num_offload} that the policy "
@@ -214,7 +222,7 @@ class _Packer:
             )
         else:
             why = f"all {self.num_offload} that the policy offloads fit into keep={self.keep} bytes"
-        return f"offload moved nothing: {self.num_packed} tensors were saved, parameters included, and {why}"
+        return f"offload moved nothing: {self.num_packed} tensors were saved, and {why}"
 
 
 def _check_options(policy, model, store, keep) -> None:
@@ -227,19 +235,18 @@ def _check_options(policy, model, store, keep) -> None:
     for glob in getattr(policy, "globs", ()):
         if model is None:
             raise ValueError(f"policy {policy!r} needs the modules that fn runs: pass model=")
-        paths = [path for path, _ in model.named_modules() if path]
-        if not any(is_inside(path, glob) for path in paths):
+        if not any(is_inside(path, glob) for path, _ in model.named_modules() if path):
             raise ValueError(
-                f"glob {glob!r} of policy {policy!r} matches no module of {type(model).__name__}; "
-                f"its paths are {', '.join(paths[:8])}{', ...' if len(paths) > 8 else ''}"
+                f"glob {glob!r} of policy {policy!r} matches no module of {type(model).__name__}; its paths "
+                f"are {some_paths(model)}"
             )
 
 
 def _under_torch_func(fn: Callable) -> str:
     return (
-        f"offload({getattr(fn, '__name__', type(fn).__name__)}) cannot run inside torch.func.grad, vjp or "
-        "jacrev: PyTorch forbids saved-tensor hooks there. Use veofunc.grad or veofunc.grad_and_value, "
-        "which have the same signatures and allow them"
+        f"offload({name_of(fn)}) cannot run inside torch.func.grad, vjp or jacrev: PyTorch forbids "
+        "saved-tensor hooks there. Use veofunc.grad or veofunc.grad_and_value, which have the same "
+        "signatures and allow them"
     )
 
 
@@ -247,32 +254,35 @@ def _storages_of(model: nn.Module | None) -> set[int]:
     if model is None:
         return set()
     tensors = itertools.chain(model.parameters(), model.buffers())
-    return {t.untyped_storage()._cdata for t in tensors if _is_movable(t)}
+    return {t.untyped_storage()._cdata for t in tensors if _is_plain(t)}
 
 
-def _is_movable(tensor: Tensor) -> bool:
-    """Whether `tensor` is a plain strided tensor with elements of its own.
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether `tensor` is strided and has elements of its own.
 
     Subclasses, sparse, nested and quantised tensors and those of a running `vmap` are kept as they are.
     """
     return (
-        type(tensor) in (Tensor, nn.Parameter)
+        type(tensor) in PLAIN_TYPES
         and tensor.layout is torch.strided
         and not tensor.is_nested
         and not tensor.is_quantized
         and tensor.device.type != "meta"
         and tensor.numel() > 0
         and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-        and Layout.of(tensor).nbytes <= tensor.untyped_storage().nbytes()
     )
 
 
-def _is_parameter(tensor: Tensor, owned: set[int]) -> bool:
-    """Whether `tensor` is a parameter or buffer, or a view of one; of the model, or passed to `fn`."""
-    if tensor.untyped_storage()._cdata in owned:
-        return True
+def _is_movable(tensor: Tensor, nbytes: int, owned: set[int]) -> bool:
+    """Whether moving a plain `tensor` can free memory.
+
+    Not so for a parameter, a buffer or a view of one, of the model or passed to `fn`, and for a tensor that
+    shows its storage several times over.
+    """
+    storage = tensor.untyped_storage()
     base = tensor if tensor._base is None else tensor._base
-    return base.is_leaf and base.requires_grad
+    is_parameter = storage._cdata in owned or (base.is_leaf and base.requires_grad)
+    return not is_parameter and nbytes <= storage.nbytes()
 
 
 def _identity(tensor: Tensor) -> tuple:

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 
 from veofunc.offload.saved import Fate, SavedTensor
+from veofunc.transform import matches
 
 __all__ = [
     "all_of",
@@ -28,12 +28,20 @@ __all__ = [
 
 @dataclass(frozen=True, repr=False)
 class Policy:
-    """A named policy. `arguments` is what it was made with; `globs` the module globs anywhere in it."""
+    """A named policy.
+
+    Attributes:
+        name: its name, and `arguments` what it was made with: as one would type it.
+        decide: the function.
+        globs: the module globs anywhere in it.
+        reads_path: whether it looks at `path`; if none does, nobody needs to follow the modules.
+    """
 
     name: str
     arguments: tuple | None
     decide: Callable[[SavedTensor], Fate] = field(compare=False)
     globs: tuple[str, ...] = field(default=(), compare=False)
+    reads_path: bool = field(default=False, compare=False)
 
     def __call__(self, saved: SavedTensor) -> Fate:
         return self.decide(saved)
@@ -101,11 +109,16 @@ def in_modules(*globs: str) -> Policy:
         globs,
         lambda saved: Fate.OFFLOAD if any(is_inside(saved.path, glob) for glob in globs) else Fate.KEEP,
         globs,
+        reads_path=True,
     )
 
 
 def any_of(*policies: Callable[[SavedTensor], Fate]) -> Policy:
     """Offload what any of `policies` offloads; keep the rest.
+
+    Raises:
+        ValueError: no policy.
+        TypeError: what is no policy; when it is asked, what answers something else than a `Fate`.
 
     Example:
         >>> import veofunc as vf
@@ -123,6 +136,10 @@ def any_of(*policies: Callable[[SavedTensor], Fate]) -> Policy:
 def all_of(*policies: Callable[[SavedTensor], Fate]) -> Policy:
     """Offload what all of `policies` offload; keep the rest.
 
+    Raises:
+        ValueError: no policy.
+        TypeError: what is no policy; when it is asked, what answers something else than a `Fate`.
+
     Example:
         >>> import veofunc as vf
         >>> p = vf.policies
@@ -139,6 +156,10 @@ def all_of(*policies: Callable[[SavedTensor], Fate]) -> Policy:
 def not_(policy: Callable[[SavedTensor], Fate]) -> Policy:
     """Keep what `policy` offloads and offload what it keeps.
 
+    Raises:
+        ValueError: no policy.
+        TypeError: what is no policy; when it is asked, what answers something else than a `Fate`.
+
     Example:
         >>> import veofunc as vf
         >>> vf.policies.not_(vf.policies.in_modules("head"))
@@ -153,6 +174,10 @@ def not_(policy: Callable[[SavedTensor], Fate]) -> Policy:
 
 def first_of(*policies: Callable[[SavedTensor], Fate]) -> Policy:
     """The first answer of `policies`, in order, that is not KEEP; KEEP if there is none.
+
+    Raises:
+        ValueError: no policy.
+        TypeError: what is no policy; when it is asked, what answers something else than a `Fate`.
 
     Example:
         >>> import veofunc as vf
@@ -181,9 +206,8 @@ def ask(policy: Callable[[SavedTensor], Fate], saved: SavedTensor) -> Fate:
 
 
 def is_inside(path: str, glob: str) -> bool:
-    """Whether `path` is a module that `glob` matches, or lies inside one; segment by segment."""
-    segments, patterns = path.split("."), glob.split(".")
-    return len(segments) >= len(patterns) and all(map(fnmatchcase, segments, patterns))
+    """Whether `path` is a module that `glob` matches, or lies inside one."""
+    return matches(".".join(path.split(".")[: len(glob.split("."))]), glob)
 
 
 def _combination(name: str, policies: tuple, decide: Callable[[SavedTensor], Fate]) -> Policy:
@@ -193,4 +217,5 @@ def _combination(name: str, policies: tuple, decide: Callable[[SavedTensor], Fat
         if not callable(policy):
             raise TypeError(f"{name} takes policies (SavedTensor -> Fate), got {policy!r}")
     globs = tuple(glob for policy in policies for glob in getattr(policy, "globs", ()))
-    return Policy(name, policies, decide, globs)
+    reads_path = any(getattr(policy, "reads_path", True) for policy in policies)  # a function may
+    return Policy(name, policies, decide, globs, reads_path)

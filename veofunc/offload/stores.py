@@ -137,7 +137,7 @@ class Layout:
         return core.as_strided(self.shape, self.stride)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _HostSlot:
     layout: Layout
     content: Tensor

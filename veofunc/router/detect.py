@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
-from fnmatch import fnmatchcase
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from veofunc.transform import bare_module, module_hooks
+from veofunc.transform import bare_module, matches, module_hooks, some_paths
 
-__all__ = ["Choice", "Router", "Search", "find_routers", "select_routers"]
+__all__ = ["Choice", "Router", "Search", "find_routers", "known_routers", "select_routers"]
 
 INDEX_DTYPES = (torch.int32, torch.int64)
 
@@ -29,7 +28,7 @@ class Router(NamedTuple):
     """experts per token, K"""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Choice:
     """Which experts N tokens were given.
 
@@ -46,6 +45,8 @@ class Choice:
 
 def find_routers(model: nn.Module, *args: Any, **kwargs: Any) -> tuple[Router, ...]:
     """The routers of `model`, seen in one forward pass without gradients.
+
+    The model runs as it stands: in training mode it draws dropout and moves the statistics of BatchNorm.
 
     A router is a module that returns integer ids beside float weights of the same shape [..., K] and,
     with the same number of rows, logits or probabilities [..., E], E > K (or that has an attribute
@@ -163,7 +164,7 @@ class Search:
 
 
 def select_routers(
-    model: nn.Module, routers: str | tuple[str, ...] | Callable[[str, nn.Module], bool]
+    model: nn.Module, routers: str | tuple[Any, ...] | Callable[[str, nn.Module], bool]
 ) -> tuple[tuple[str, nn.Module], ...]:
     """The modules that `routers` names: globs over whole paths, or a predicate on (path, module).
 
@@ -175,16 +176,38 @@ def select_routers(
     if callable(routers):
         chosen = [(path, module) for path, module in named if routers(path, module)]
         if not chosen:
-            raise ValueError(f"routers= is a predicate that holds for none of {_some_paths(named)}")
+            raise ValueError(
+                f"routers= is a predicate that holds for none of the modules {some_paths(model)}"
+            )
         return tuple(chosen)
     globs = (routers,) if isinstance(routers, str) else routers
     sequence = isinstance(globs, tuple | list)
     if not sequence or not globs or not all(isinstance(glob, str) for glob in globs):
         raise TypeError(f"routers must be globs or a predicate on (path, module), got {routers!r}")
     for glob in globs:
-        if not any(_matches(path, glob) for path, _ in named):
-            raise ValueError(f"glob {glob!r} in routers= matches none of {_some_paths(named)}")
-    return tuple((p, module) for p, module in named if any(_matches(p, glob) for glob in globs))
+        if not any(matches(path, glob) for path, _ in named):
+            raise ValueError(f"glob {glob!r} in routers= matches none of the modules {some_paths(model)}")
+    return tuple((p, module) for p, module in named if any(matches(p, glob) for glob in globs))
+
+
+def known_routers(model: nn.Module, routers: Any) -> tuple[tuple[Router, nn.Module], ...] | None:
+    """The modules of `routers`, if that is what `find_routers` returns; else None.
+
+    Raises:
+        ValueError: `model` has no module of such a path.
+    """
+    if not isinstance(routers, tuple | list) or not routers:
+        return None
+    if not all(isinstance(router, tuple) and len(router) == 3 for router in routers):
+        return None
+    modules = dict(model.named_modules())
+    known = [Router(*router) for router in routers]
+    missing = [router.path for router in known if router.path not in modules]
+    if missing:
+        raise ValueError(
+            f"routers= names {', '.join(missing)}, the model has the modules {some_paths(model)}"
+        )
+    return tuple((router, modules[router.path]) for router in known)
 
 
 def _find_choice(module: nn.Module, output: Any, named: bool = False) -> Choice | None:
@@ -283,13 +306,3 @@ def _parts(output: Any) -> Iterable[Any]:
     if is_dataclass(output) and not isinstance(output, type):
         return [getattr(output, field.name) for field in fields(output)]
     return output if isinstance(output, tuple | list) else ()
-
-
-def _matches(path: str, glob: str) -> bool:
-    segments, patterns = path.split("."), glob.split(".")
-    return len(segments) == len(patterns) and all(map(fnmatchcase, segments, patterns))
-
-
-def _some_paths(named: list[tuple[str, nn.Module]]) -> str:
-    paths = [path for path, _ in named]
-    return f"the modules {', '.join(paths[:12])}{', ...' if len(paths) > 12 else ''}"

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from veofunc.router.detect import Router, Search, select_routers
+from veofunc.router.detect import Router, Search, known_routers, select_routers
 from veofunc.transform import Transformed, find_model, merge_obs, module_hooks, observing
 
 __all__ = ["monitor_router"]
@@ -21,7 +21,7 @@ def monitor_router(
     fn: Callable,
     *,
     model: nn.Module | None = None,
-    routers: str | tuple[str, ...] | Callable[[str, nn.Module], bool] | None = None,
+    routers: str | tuple[str, ...] | tuple[Router, ...] | Callable[[str, nn.Module], bool] | None = None,
     indices: Callable[[Any], Tensor] | None = None,
     has_aux: bool = False,
 ) -> Transformed:
@@ -36,7 +36,8 @@ def monitor_router(
     Args:
         fn: a module or any function that runs `model`.
         model: the module to look into. Found by itself if `fn` is a module or a wrapper around one.
-        routers: globs over whole module paths (`"layers.*.router"`), or a predicate on (path, module).
+        routers: globs over whole module paths (`"layers.*.router"`), a predicate on (path, module), or what
+            `find_routers` returned: then `.routers` is known from the start.
         indices: from what a router returns to the expert ids, int [..., K]; needs `routers`.
         has_aux: `fn` returns `(out, aux)`.
 
@@ -78,8 +79,10 @@ def monitor_router(
         raise ValueError("monitor_router needs the module that fn runs: pass model=")
     if indices is not None and routers is None:
         raise ValueError("indices= says how to read a router's output; name the routers with routers=")
-    named = None if routers is None else select_routers(model, routers)
-    found: tuple[tuple[Router, nn.Module], ...] | None = None
+    if indices is not None and not callable(indices):
+        raise TypeError(f"indices must be a function from what a router returns to ids, got {indices!r}")
+    found = known_routers(model, routers)
+    named = select_routers(model, routers) if routers is not None and found is None else None
 
     @functools.partial(torch.compiler.disable, recursive=False)  # fn may be compiled, hooks may not
     def call(*args, **kwargs):
@@ -92,12 +95,15 @@ def monitor_router(
             found = search.result()
         return out, merge_obs(obs, "router", counter.sums(found))
 
-    def known_routers() -> tuple[Router, ...]:
+    def routers_found() -> tuple[Router, ...]:
         if found is None:
-            raise AttributeError("routers are known after the first call")
+            raise AttributeError(
+                "routers are known after the first call, or at once with "
+                "routers=vf.find_routers(model, *args)"
+            )
         return tuple(router for router, _ in found)
 
-    exposes = {"routers": known_routers}
+    exposes = {"routers": routers_found}
     return Transformed("monitor_router", fn, call, model=model, observes="router", exposes=exposes)
 
 
