@@ -67,9 +67,22 @@ def test_all_holds_every_name_once():
     assert len(set(veofunc.__all__)) == len(veofunc.__all__)
 
 
-@pytest.mark.parametrize("name", veofunc.__all__)
-def test_public_name_exists_and_has_a_docstring(name):
-    assert inspect.getdoc(getattr(veofunc, name))
+FUNCTIONS = [name for name in veofunc.__all__ if inspect.isfunction(getattr(veofunc, name))]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_public_function_says_what_it_takes_returns_and_raises_and_shows_it(name):
+    function = getattr(veofunc, name)
+    parts = ["Args:", "Raises:", ">>> "]
+    if inspect.signature(function).return_annotation not in (None, "None"):
+        parts.append("Returns:")
+    assert [part for part in parts if part not in (function.__doc__ or "")] == []
+
+
+@pytest.mark.parametrize("name", sorted(set(veofunc.__all__) - set(FUNCTIONS)))
+def test_public_class_or_module_has_a_docstring_of_its_own(name):
+    doc = getattr(veofunc, name).__doc__ or ""
+    assert doc and not doc.startswith(f"{name}(")  # what dataclasses and named tuples write by themselves
 
 
 def test_wheel_holds_every_module_and_the_marker_of_typed_packages(tmp_path):

@@ -116,6 +116,9 @@ def wandb(run: Any = None, **init: Any) -> Sink:
 def several(*sinks: Sink) -> Sink:
     """One sink that calls all of `sinks`, in order.
 
+    Raises:
+        TypeError: what is no sink.
+
     Example:
         >>> import veofunc as vf
         >>> log = vf.log.several(vf.log.terminal(), lambda metrics, step, figures={}: None)
