@@ -7,15 +7,10 @@ checkpoint and ends, on a CPU, with the same bits as a run that was never killed
 """
 
 import argparse
-import os
 import random
-import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-
-if __name__ == "__main__":  # the imports below take seconds; Ctrl-C ends them without a traceback
-    on_ctrl_c = signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import data
 import numpy as np
@@ -24,6 +19,7 @@ import rundir
 import torch
 import torch.nn.functional as F
 from model import Config, LanguageModel
+from options import parse
 from tensordict import TensorDictBase
 from torch import nn
 
@@ -37,7 +33,7 @@ BALANCE_RATE = 0.03  # by which one step moves a router's bias against the load
 def main(argv: list[str] | None = None) -> None:
     """Train, or finish what an earlier call began, and report."""
     try:
-        options = parse(argv)
+        options = parse(argv, description=__doc__, num_tokens=NUM_TOKENS)
         corpus = data.load_corpus()
         with rundir.claim(options.out, settings(options, corpus), resume=options.resume):
             train(options, corpus)
@@ -126,83 +122,5 @@ def settings(options: argparse.Namespace, corpus: data.Corpus) -> dict[str, str]
     return chosen | {"installed_text": data.fingerprint(corpus)}
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("--steps", type=integer(1), default=400, help="steps in all (default: %(default)s)")
-    add(
-        "--out",
-        type=Path,
-        default=Path("runs/example"),
-        help="the run's directory (default: %(default)s)",
-    )
-    add(
-        "--resume",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="go on with the run in --out, if there is one (default); --no-resume refuses to",
-    )
-    add(
-        "--seed",
-        type=integer(0, 2**32 - 1, "numpy's largest seed"),
-        default=0,
-        help="seed of parameters and batches (default: %(default)s)",
-    )
-    add(
-        "--device",
-        type=device,
-        default="cuda" if torch.cuda.is_available() else "cpu",
-        help="cpu, cuda, cuda:1, ... (default: %(default)s)",
-    )
-    add(
-        "--batch-size",
-        type=integer(1),
-        default=8,
-        help=f"rows of {NUM_TOKENS} bytes per step (default: %(default)s)",
-    )
-    add("--log-every", type=integer(1), default=25, help="steps in one window (default: %(default)s)")
-    add(
-        "--save-every",
-        type=integer(1),
-        default=100,
-        help="steps between checkpoints (default: %(default)s)",
-    )
-    add(
-        "--threads",
-        type=integer(1, os.cpu_count(), "this machine's number of CPUs"),
-        default=1,
-        help="torch's threads on the CPU (default: %(default)s)",
-    )
-    return parser.parse_args(argv)
-
-
-def integer(least: int, most: int | None = None, meaning: str = "") -> Callable[[str], int]:
-    """A type of argument: an integer of at least `least` and, if given, at most `most`."""
-
-    def number(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"must be an integer of at least {least}, got {text!r}")
-        if most is not None and int(text) > most:
-            raise argparse.ArgumentTypeError(f"must be at most {most}, {meaning}, got {text!r}")
-        return int(text)
-
-    return number
-
-
-def device(text: str) -> torch.device:
-    """An argument that is a device of this machine, from which numbers can be read."""
-    try:
-        probe = torch.zeros(1, device=text)
-        probe.item()  # `meta` has none
-    except (RuntimeError, AssertionError, ImportError) as error:  # by the kind of device
-        reason = str(error).partition("\n")[0]
-        raise argparse.ArgumentTypeError(f"{text!r} cannot be used: {reason}") from error
-    return probe.device
-
-
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, on_ctrl_c)
     main()
