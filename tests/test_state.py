@@ -7,7 +7,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 from torch import nn
-from torch.optim import LBFGS, SGD, Adafactor, Adam, AdamW
+from torch.optim import LBFGS, SGD, Adafactor, Adam, AdamW, Optimizer, SparseAdam
 from torch.optim.lr_scheduler import (
     CosineAnnealingLR,
     LambdaLR,
@@ -259,11 +259,134 @@ def test_every_difference_is_listed_and_nothing_is_changed():
         assert torch.equal(tensor, before[name])
 
 
+def stepped(kind, model, **options):
+    optimizer = kind(model.parameters(), **options)
+    sum(parameter.square().sum() for parameter in model.parameters()).backward()
+    optimizer.step()
+    return optimizer
+
+
+BREAKS = {  # what is done to the state of "weight", and what is said
+    "another shape": (
+        lambda s: s.set("exp_avg", torch.ones(5, 7)),
+        r"exp_avg: must be \[2, 2\].*is \[5, 7\]",
+    ),
+    "another number": (lambda s: s.set("exp_avg", torch.ones(4)), r"exp_avg: must be \[2, 2\].*is \[4\]"),
+    "a row of it": (lambda s: s.set("exp_avg", torch.ones(1, 2)), r"exp_avg: must be \[2, 2\].*is \[1, 2\]"),
+    "a step with a shape": (lambda s: s.set("step", torch.ones(3)), r"step: must be .* or \[\], is \[3\]"),
+    "one missing": (lambda s: s.pop("exp_avg_sq"), r"exp_avg_sq: missing, other parameters have it"),
+}
+
+
+@pytest.mark.parametrize(("change", "text"), BREAKS.values(), ids=BREAKS)
+def test_optimizer_state_that_no_step_could_use_is_named_and_nothing_is_changed(change, text):
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    state = train_state(model, stepped(AdamW, model)).clone()
+    change(state["optimizer", "state", "weight"])
+    second = AdamW(other.parameters())
+    before = copy.deepcopy(other.state_dict())
+    with pytest.raises(ValueError, match=rf"optimizer\.state\.weight\.{text}"):
+        load_train_state(state, other, second)
+    assert not second.state
+    for name, tensor in other.state_dict().items():
+        assert torch.equal(tensor, before[name])
+
+
+TORCH_OPTIMIZERS = [
+    kind
+    for kind in vars(torch.optim).values()
+    if isinstance(kind, type) and issubclass(kind, Optimizer) and kind not in (Optimizer, LBFGS, SparseAdam)
+]
+
+
+@pytest.mark.parametrize("kind", TORCH_OPTIMIZERS)
+@pytest.mark.parametrize("shape", [(1, 1), (4, 1), (1, 3), (4, 3)], ids=str)
+def test_the_state_of_every_optimizer_of_torch_is_loaded(kind, shape):
+    def make():
+        torch.manual_seed(0)
+        parts = [torch.ones(shape), torch.rand(5, 6), torch.rand(4), torch.rand(1), torch.rand(2, 3, 4)]
+        parts.append(torch.rand(()))
+        return nn.ParameterList(parts[:2] if kind.__name__ == "Muon" else parts)  # it takes matrices only
+
+    model, other = make(), make()
+    optimizer, second = stepped(kind, model), kind(other.parameters())
+    load_train_state(train_state(model, optimizer), other, second)
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert optimizer.state[mine].keys() == second.state[theirs].keys()
+        for key, value in optimizer.state[mine].items():
+            assert torch.equal(value, second.state[theirs][key])
+
+
+def test_the_state_of_sparse_adam_and_of_lbfgs_is_loaded():
+    embedding, other = (nn.Embedding(3, 2, sparse=True) for _ in range(2))
+    optimizer, second = SparseAdam(embedding.parameters()), SparseAdam(other.parameters())
+    embedding(torch.tensor([1])).sum().backward()
+    optimizer.step()
+    load_train_state(train_state(embedding, optimizer), other, second)
+    assert second.state[other.weight]["step"] == 1
+    model, other = nn.Linear(2, 3), nn.Linear(2, 3)
+    optimizer, second = LBFGS(model.parameters(), max_iter=1), LBFGS(other.parameters())
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.ones(1, 2)).square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)  # a vector of all nine elements at the first parameter
+    load_train_state(train_state(model, optimizer), other, second)
+    assert torch.equal(second.state[other.weight]["d"], optimizer.state[model.weight]["d"])
+
+
+class Sketch(SGD):
+    """Keeps for each parameter what it likes."""
+
+    def step(self, closure=None):
+        for index, parameter in enumerate(self.param_groups[0]["params"]):
+            self.state[parameter] = {f"sketch{i}": torch.ones(7, i + 1) for i in range(index + 1)}
+
+
+def test_what_the_step_of_another_optimizer_keeps_is_not_judged():
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    second = Sketch(other.parameters())
+    load_train_state(train_state(model, stepped(Sketch, model)), other, second)
+    assert second.state[other.bias].keys() == {"sketch0", "sketch1"}
+
+
+def test_parameters_without_state_are_left_without():
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    model.bias.requires_grad_(False)
+    optimizer, second = AdamW(model.parameters()), AdamW(other.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    load_train_state(train_state(model, optimizer), other, second)
+    assert second.state.keys() == {other.weight}
+
+
+@pytest.mark.parametrize("section", ["scheduler", "param_groups"])
+def test_what_cannot_be_decoded_changes_nothing(section):
+    model, other = nn.Linear(1, 1), nn.Linear(1, 1)
+    optimizer, second = SGD(model.parameters()), SGD(other.parameters())
+    state = train_state(model, optimizer, scheduler=StepLR(optimizer, 2))
+    values = state["scheduler"] if section == "scheduler" else state["optimizer", "param_groups"][0]
+    values["odd"] = {"tensor:": ["float7", 1]}
+    before = copy.deepcopy(other.state_dict())
+    with pytest.raises(AttributeError, match="float7"):
+        load_train_state(state, other, second, scheduler=StepLR(second, 2))
+    for name, tensor in other.state_dict().items():
+        assert torch.equal(tensor, before[name])
+
+
 def test_missing_sections_and_another_scheduler_are_named():
     model = nn.Linear(1, 1)
     optimizer = SGD(model.parameters())
     with pytest.raises(ValueError, match="optimizer: missing"):
         load_train_state(train_state(model), model, optimizer)
+    for part in ("state", "param_groups"):
+        state = train_state(model, optimizer)
+        del state["optimizer", part]
+        with pytest.raises(ValueError, match=rf"optimizer\.{part}: missing"):
+            load_train_state(state, model, optimizer)
     with pytest.raises(ValueError, match=r"model.weight: missing"):
         load_train_state(TensorDict(), model)
     state = train_state(model, optimizer, scheduler=StepLR(optimizer, 2))

@@ -10,7 +10,7 @@ import torch
 from tensordict import NonTensorData, TensorDict, TensorDictBase
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from veofunc.checkpoint.values import decode, encode, to_json
@@ -40,7 +40,7 @@ def train_state(
             those of the module inside `torch.compile` and `DistributedDataParallel`.
         optimizer: over parameters of `model`. The options of its groups are JSON, tuples, Counters,
             dicts with keys that are ints, and tensors of no dimensions.
-        scheduler: its state is of the same.
+        scheduler: its state is made of the same kinds of values.
         rng: whether to take the random states of torch on the CPU and all CUDA devices, numpy and
             Python.
         extra: tensors, TensorDicts, JSON values or a `Window`, under names of your choice.
@@ -51,7 +51,7 @@ def train_state(
         and `scheduler` what is not JSON is encoded as such, and is a copy.
 
     Raises:
-        TypeError: a value is neither a tensor nor JSON, names it; or `optimizer` is not an Optimizer.
+        TypeError: a value is neither a tensor nor JSON; names it. Or `optimizer` is not an Optimizer.
         ValueError: a parameter of the optimizer is not in the model, or numpy's global generator was
             replaced by one of another kind.
 
@@ -84,7 +84,9 @@ def load_train_state(
     """Copy `state` into the model and, if given, the optimizer and the scheduler.
 
     Random states are set if it has any. The next steps are bit-equal to those of a run that was
-    never stopped. All names, shapes and dtypes are compared before anything is changed. Whole
+    never stopped. All names, shapes and dtypes are compared before anything is changed. What an
+    optimizer keeps for a parameter must have its shape, and nothing that it keeps for the others of
+    a group may be missing; only of optimizers that are not torch's own this cannot be known. Whole
     tensors are split for parameters that are DTensors. `state` is not aliased.
 
     Args:
@@ -118,12 +120,18 @@ def load_train_state(
     if problems:
         listed = "\n".join(f"  {problem}" for problem in problems)
         raise ValueError(f"the state does not fit, nothing was loaded:\n{listed}")
-    _load_model(state["model"], model)
     with torch.inference_mode(False):  # what is made here is trained on
+        # All is decoded before anything is changed, as that may fail.
         if scheduler is not None:
-            scheduler.load_state_dict(_beside(decode(state["scheduler"]), scheduler.state_dict()))
+            schedule = _beside(decode(state["scheduler"]), scheduler.state_dict())
         if optimizer is not None:
-            _load_optimizer(state["optimizer"], model, optimizer)
+            groups = _beside(decode(state["optimizer", "param_groups"]), optimizer.param_groups)
+    _load_model(state["model"], model)
+    with torch.inference_mode(False):
+        if scheduler is not None:
+            scheduler.load_state_dict(schedule)
+        if optimizer is not None:
+            _load_optimizer(state["optimizer", "state"], groups, model, optimizer)
     if rng is not None:
         load_rng_state(rng)
 
@@ -134,13 +142,6 @@ def _model_state(model: nn.Module) -> TensorDict:
         if not isinstance(value, Tensor):
             raise TypeError(f"model.{name} must be a tensor, got extra state of {type(value)}")
     return TensorDict(dict(tensors))
-
-
-def _load_model(saved: TensorDictBase, model: nn.Module) -> None:
-    model = bare_module(model)
-    values = model.state_dict()
-    values.update({name: _placed(saved[name], target) for name, target in values.items()})
-    model.load_state_dict(values)
 
 
 def _optimizer_state(model: nn.Module, optimizer: Optimizer) -> TensorDict:
@@ -165,48 +166,6 @@ def _optimizer_state(model: nn.Module, optimizer: Optimizer) -> TensorDict:
     return TensorDict({"state": TensorDict(state), "param_groups": groups})
 
 
-def _optimizer_problems(
-    saved: TensorDictBase | None, model: nn.Module, optimizer: Optimizer
-) -> Iterator[str]:
-    names = _names(model, optimizer)
-    if saved is None:
-        yield "optimizer: missing, it was not saved"
-        return
-    here = [{names[parameter] for parameter in group["params"]} for group in optimizer.param_groups]
-    groups = decode(saved["param_groups"])
-    if len(groups) != len(here):
-        yield f"optimizer.param_groups: must be {len(here)} groups, is {len(groups)}"
-    for index, (group, wanted) in enumerate(zip(groups, here, strict=False)):
-        where, there = f"optimizer.param_groups.{index}", set(group["params"])
-        yield from (f"{where}: missing {name}" for name in sorted(wanted - there))
-        yield from (f"{where}: unexpected {name}" for name in sorted(there - wanted))
-        options = sorted(optimizer.defaults.keys() - group.keys())
-        yield from (f"{where}: missing option {option}" for option in options)
-
-
-def _load_optimizer(saved: TensorDictBase, model: nn.Module, optimizer: Optimizer) -> None:
-    groups = _beside(decode(saved["param_groups"]), optimizer.param_groups)
-    # The state is set below: this call would cast it to the dtype of the parameters.
-    optimizer.load_state_dict({"state": {}, "param_groups": groups})
-    names = _names(model, optimizer)
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            values = saved["state"].get(names[parameter], TensorDict())
-            state = {k: _state_value(k, v, parameter, group) for k, v in values.items()}
-            if state:
-                optimizer.state[parameter] = state
-
-
-def _state_value(key: str, value: Any, parameter: Tensor, group: Mapping[str, Any]) -> Any:
-    """A copy of `value` where the optimizer wants it, in the dtype in which it was saved."""
-    if not isinstance(value, Tensor):
-        return value.data
-    if key == "step" and not (group.get("capturable") or group.get("fused")):
-        return value.clone()
-    value = value.to(parameter.device, copy=True)
-    return _placed(value, parameter) if value.shape == parameter.shape else value
-
-
 def _names(model: nn.Module, optimizer: Optimizer) -> dict[Tensor, str]:
     """Fully qualified names of the optimizer's parameters, in the order of its numbers."""
     if not isinstance(optimizer, Optimizer):
@@ -223,15 +182,6 @@ def _names(model: nn.Module, optimizer: Optimizer) -> dict[Tensor, str]:
     return {parameter: names[parameter] for parameter in parameters}
 
 
-def _scheduler_problems(saved: NonTensorData | None, scheduler: LRScheduler) -> Iterator[str]:
-    if saved is None:
-        yield "scheduler: missing, it was not saved"
-        return
-    here, there = scheduler.state_dict().keys(), decode(saved.data).keys()
-    yield from (f"scheduler.{name}: missing, it was not saved" for name in sorted(here - there))
-    yield from (f"scheduler.{name}: unexpected" for name in sorted(there - here))
-
-
 def _leaf(value: Any, where: str) -> Any:
     """`value` for a TensorDict: tensors detached, JSON wrapped, a window as its fields."""
     if isinstance(value, Tensor | TensorDictBase):
@@ -240,25 +190,6 @@ def _leaf(value: Any, where: str) -> Any:
         names = [field.name for field in fields(value)]
         return TensorDict({name: _leaf(getattr(value, name), f"{where}.{name}") for name in names})
     return NonTensorData(to_json(value, where))
-
-
-def _beside(value: Any, own: Any) -> Any:
-    """`value`, its tensors on the devices of those at the same places in `own`."""
-    if isinstance(value, Tensor):
-        return value.to(own.device) if isinstance(own, Tensor) else value
-    if isinstance(value, list | tuple) and isinstance(own, list | tuple):
-        places = [*own, *[None] * len(value)]
-        return type(value)(_beside(item, place) for item, place in zip(value, places, strict=False))
-    if isinstance(value, dict) and isinstance(own, dict):
-        return type(value)({key: _beside(item, own.get(key)) for key, item in value.items()})
-    return value
-
-
-def _placed(value: Tensor, target: Tensor) -> Tensor:
-    """`value`, split as `target` is; each rank keeps its part of its own copy."""
-    if isinstance(target, DTensor) and not isinstance(value, DTensor):
-        return distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)
-    return value
 
 
 def _differences(section: str, saved: TensorDictBase, here: TensorDictBase) -> Iterator[str]:
@@ -279,3 +210,127 @@ def _by_name(state: TensorDictBase) -> dict[str, str]:
         key if isinstance(key, str) else ".".join(key): f"{leaf.dtype}{list(leaf.shape)}"
         for key, leaf in leaves
     }
+
+
+def _optimizer_problems(
+    saved: TensorDictBase | None, model: nn.Module, optimizer: Optimizer
+) -> Iterator[str]:
+    names = _names(model, optimizer)
+    if saved is None:
+        yield "optimizer: missing, it was not saved"
+        return
+    absent = [f"optimizer.{name}" for name in ("param_groups", "state") if name not in saved.keys()]
+    if absent:
+        yield from (f"{name}: missing, it was not saved" for name in absent)
+        return
+    here = [{names[parameter] for parameter in group["params"]} for group in optimizer.param_groups]
+    groups = decode(saved["param_groups"])
+    if len(groups) != len(here):
+        yield f"optimizer.param_groups: must be {len(here)} groups, is {len(groups)}"
+    for index, (group, wanted) in enumerate(zip(groups, here, strict=False)):
+        where, there = f"optimizer.param_groups.{index}", set(group["params"])
+        yield from (f"{where}: missing {name}" for name in sorted(wanted - there))
+        yield from (f"{where}: unexpected {name}" for name in sorted(there - wanted))
+        options = sorted(optimizer.defaults.keys() - group.keys())
+        yield from (f"{where}: missing option {option}" for option in options)
+    # What others keep for a parameter cannot be known; LBFGS keeps vectors of all parameters at one.
+    if type(optimizer).step.__module__.startswith("torch.optim.") and not isinstance(optimizer, LBFGS):
+        for group in optimizer.param_groups:
+            shapes = {names[parameter]: parameter.shape for parameter in group["params"]}
+            yield from _state_problems(saved["state"], shapes)
+
+
+def _state_problems(saved: TensorDictBase, shapes: Mapping[str, torch.Size]) -> Iterator[str]:
+    """What a torch optimizer could not go on with, in the state of the parameters of one group.
+
+    A parameter may lack state, as one without a gradient does. Adafactor keeps other values for
+    matrices than for vectors; but nowhere has one parameter a part of what another has.
+    """
+    states = {name: dict(saved[name].items()) for name in shapes if name in saved.keys()}
+    keys = {frozenset(values) for values in states.values()}
+    for name, values in states.items():
+        where = f"optimizer.state.{name}"
+        fuller = [other for other in keys if values and values.keys() < other]
+        missing = {key for other in fuller for key in other - values.keys()}
+        yield from (f"{where}.{key}: missing, other parameters have it" for key in sorted(missing))
+        sizes = {
+            key: value.shape for key, value in values.items() if isinstance(value, Tensor) and value.ndim
+        }
+        if not _fits([*sizes.values()], shapes[name]):
+            wrong = {key: size for key, size in sizes.items() if size != shapes[name]}
+            wanted = f"must be {list(shapes[name])} as its parameter, or []"
+            yield from (f"{where}.{key}: {wanted}, is {list(size)}" for key, size in wrong.items())
+
+
+def _fits(sizes: list[torch.Size], shape: torch.Size) -> bool:
+    """Whether all `sizes` are `shape`, or factors of it: Adafactor keeps [R, 1] and [1, C] for [R, C].
+
+    Unless `shape` has dimensions of 1, no factor is as large as it.
+    """
+    if all(size == shape for size in sizes):
+        return True
+    if any(len(size) != len(shape) for size in sizes) or (shape in sizes and 1 not in shape):
+        return False
+    return all(
+        {*lengths} <= {1, whole} and max(lengths) == whole
+        for whole, *lengths in zip(shape, *sizes, strict=True)
+    )
+
+
+def _scheduler_problems(saved: NonTensorData | None, scheduler: LRScheduler) -> Iterator[str]:
+    if saved is None:
+        yield "scheduler: missing, it was not saved"
+        return
+    here, there = scheduler.state_dict().keys(), decode(saved.data).keys()
+    yield from (f"scheduler.{name}: missing, it was not saved" for name in sorted(here - there))
+    yield from (f"scheduler.{name}: unexpected" for name in sorted(there - here))
+
+
+def _beside(value: Any, own: Any) -> Any:
+    """`value`, its tensors on the devices of those at the same places in `own`."""
+    if isinstance(value, Tensor):
+        return value.to(own.device) if isinstance(own, Tensor) else value
+    if isinstance(value, list | tuple) and isinstance(own, list | tuple):
+        places = [*own, *[None] * len(value)]
+        return type(value)(_beside(item, place) for item, place in zip(value, places, strict=False))
+    if isinstance(value, dict) and isinstance(own, dict):
+        return type(value)({key: _beside(item, own.get(key)) for key, item in value.items()})
+    return value
+
+
+def _load_model(saved: TensorDictBase, model: nn.Module) -> None:
+    model = bare_module(model)
+    values = model.state_dict()
+    values.update({name: _placed(saved[name], target) for name, target in values.items()})
+    model.load_state_dict(values)
+
+
+def _placed(value: Tensor, target: Tensor) -> Tensor:
+    """`value`, split as `target` is; each rank keeps its part of its own copy."""
+    if isinstance(target, DTensor) and not isinstance(value, DTensor):
+        return distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)
+    return value
+
+
+def _load_optimizer(
+    saved: TensorDictBase, groups: list[dict[str, Any]], model: nn.Module, optimizer: Optimizer
+) -> None:
+    # The state is set below: this call would cast it to the dtype of the parameters.
+    optimizer.load_state_dict({"state": {}, "param_groups": groups})
+    names = _names(model, optimizer)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            values = saved.get(names[parameter], TensorDict())
+            state = {k: _state_value(k, v, parameter, group) for k, v in values.items()}
+            if state:
+                optimizer.state[parameter] = state
+
+
+def _state_value(key: str, value: Any, parameter: Tensor, group: Mapping[str, Any]) -> Any:
+    """A copy of `value` where the optimizer wants it, in the dtype in which it was saved."""
+    if not isinstance(value, Tensor):
+        return value.data
+    if key == "step" and not (group.get("capturable") or group.get("fused")):
+        return value.clone()
+    value = value.to(parameter.device, copy=True)
+    return _placed(value, parameter) if value.shape == parameter.shape else value

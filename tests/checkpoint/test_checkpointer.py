@@ -4,6 +4,7 @@ import gc
 import shutil
 import signal
 import threading
+import time
 
 import pytest
 import torch
@@ -252,6 +253,20 @@ def test_two_leaves_of_the_same_name_on_disk_are_refused(tmp_path):
         async_checkpointer(TensorDict({"model": one}), tmp_path)
 
 
+def test_names_that_become_the_same_are_refused_and_what_is_different_again_is_saved(tmp_path):
+    def state(*tensors: str) -> TensorDict:
+        values = {name: torch.ones(1) if name in tensors else NonTensorData(1) for name in ("a.b", "b")}
+        return TensorDict({"x": TensorDict({"a.b": values["a.b"], "a": {"b": values["b"]}})})
+
+    with async_checkpointer(state("b"), tmp_path) as ckpt:
+        ckpt.save(state("b"), 1)
+        for _ in range(2):  # the same paths hold other kinds of values
+            with pytest.raises(ValueError, match=r"both be saved as 'x\.a\.b'"):
+                ckpt.save(state("a.b", "b"), 2)
+        ckpt.save(state("a.b"), 2)
+    assert ckpt.steps() == (1, 2)
+
+
 CALLS = {
     "save": lambda ckpt, step: ckpt.save(state_of(0), step),
     "restore": lambda ckpt, step: ckpt.restore(state_of(0), step),
@@ -416,6 +431,73 @@ def test_an_outer_save_that_its_signal_handler_breaks_off_is_not_made_and_the_ne
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert ckpt.steps() == (2,)
+
+
+class Held(TensorDict):
+    """A state whose reading waits, and that counts those who read such states at once."""
+
+    inside, most = [], []
+    read, go_on = threading.Event(), threading.Event()
+
+    def items(self, *args, **kwargs):
+        if self.batch_size == () and "step" in self.keys():
+            Held.inside.append(1)
+            Held.most.append(len(Held.inside))
+            Held.read.set()
+            Held.go_on.wait(10)
+            Held.inside.pop()
+        return super().items(*args, **kwargs)
+
+
+def held_state(value: float) -> Held:
+    return Held({"model": state_of(value)["model"], "step": NonTensorData(value)})
+
+
+@pytest.fixture
+def held():
+    Held.most.clear()
+    Held.read.clear()
+    Held.go_on.clear()
+    yield
+    Held.go_on.set()
+
+
+def test_a_thread_waits_until_another_has_copied_its_state(held, tmp_path):
+    with async_checkpointer(state_of(0), tmp_path) as ckpt:
+        threads = [threading.Thread(target=ckpt.save, args=(held_state(step), step)) for step in range(4)]
+        for thread in threads:
+            thread.start()
+        assert Held.read.wait(10)
+        time.sleep(0.05)
+        Held.go_on.set()
+        for thread in threads:
+            thread.join()
+    assert Held.most == [1] * 4
+    assert ckpt.steps() == (0, 1, 2, 3)
+
+
+def test_a_signal_handler_is_told_also_while_its_thread_waits(held, tmp_path):
+    told = []
+
+    def handler(*_):
+        with pytest.raises(RuntimeError, match="inside a save of the same thread"):
+            ckpt.save(state_of(9), 9)
+        told.append(Held.go_on.is_set())
+        Held.go_on.set()
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        with async_checkpointer(state_of(0), tmp_path) as ckpt:
+            thread = threading.Thread(target=ckpt.save, args=(held_state(1), 1))
+            thread.start()
+            assert Held.read.wait(10)
+            signal.setitimer(signal.ITIMER_REAL, 0.05)
+            ckpt.save(state_of(2), 2)
+            thread.join()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert told == [False]
+    assert ckpt.steps() == (1, 2)
 
 
 class Sub(torch.Tensor):

@@ -5,6 +5,7 @@ from tensordict import NonTensorData, TensorDict
 from veofunc.checkpoint.manifest import CheckpointError
 from veofunc.checkpoint.snapshot import (
     Empty,
+    allocate_,
     describe_leaves,
     flatten,
     match,
@@ -74,6 +75,18 @@ def test_a_tensor_of_other_shape_or_dtype_gets_a_new_buffer(other):
     buffers: dict = {}
     stage_(buffers, {("w",): torch.zeros(3)})
     assert torch.equal(stage_(buffers, {("w",): other})["w",], other)
+
+
+def test_buffers_are_allocated_without_a_copy_and_staging_keeps_them():
+    buffers: dict = {("gone",): torch.ones(1)}
+    leaves = {("w",): torch.arange(6.0).view(2, 3).T, ("step",): 1}
+    allocate_(buffers, leaves)
+    assert buffers.keys() == {("w",)}
+    kept = buffers["w",]
+    assert kept.is_contiguous()
+    assert kept.tolist() == [[0, 0]] * 3
+    assert stage_(buffers, leaves)["w",] is kept
+    assert kept.tolist() == [[0, 3], [1, 4], [2, 5]]
 
 
 def test_a_view_is_staged_at_its_own_size():

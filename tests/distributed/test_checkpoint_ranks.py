@@ -6,6 +6,7 @@ import random
 import resource
 import subprocess
 import sys
+import time
 import traceback
 import warnings
 from pathlib import Path
@@ -35,6 +36,11 @@ def state_of(mesh, value=0.0, numel=8) -> TensorDict:
     weights = sharded(mesh, Shard(0), torch.full((2, numel), value))
     plain = torch.full((4,), value)
     return TensorDict({"model": TensorDict({"w": weights, "b": plain}), "step": NonTensorData(value)})
+
+
+def finish(save) -> None:
+    while not save.done:
+        time.sleep(0.001)
 
 
 def failure_of(work) -> str:
@@ -122,7 +128,7 @@ def check_a_write_that_fails_on_one_rank_fails_on_all(rank, mesh, directory):
     if rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
     save = ckpt.save(state_of(mesh, 2.0, numel=1 << 19), 2)
-    save._future.exception()
+    finish(save)
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     text = failure_of(ckpt.wait)
     assert "rank 1, writing" in text
@@ -202,11 +208,14 @@ def check_a_group_destroyed_too_early_never_shows_half_a_step(rank, mesh, direct
     ckpt.save(state_of(mesh, 1.0, numel=1 << 20), 1).result()
     save = ckpt.save(state_of(mesh, 2.0, numel=1 << 20), 2)
     dist.destroy_process_group()
-    failure = save._future.exception()
-    assert failure is None or isinstance(failure, CheckpointError)
+    try:
+        save.result()
+        expected = {2}
+    except CheckpointError:
+        expected = set()
     for step in ckpt.steps():
         ckpt.verify(step)
-    assert failure is not None or 2 in ckpt.steps()
+    assert expected <= {*ckpt.steps()}
 
 
 CHECKS = {name[6:]: check for name, check in list(globals().items()) if name.startswith("check_")}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import warnings
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -25,9 +26,8 @@ from veofunc.checkpoint.manifest import (
     step_numbers,
     verify_files,
 )
-from veofunc.checkpoint.snapshot import Leaf, describe_leaves, flatten, stage_, unflatten
+from veofunc.checkpoint.snapshot import Leaf, allocate_, describe_leaves, flatten, stage_, unflatten
 from veofunc.checkpoint.step import Ranks, explain, read_step, write_step
-from veofunc.checkpoint.turns import Turns
 
 __all__ = ["Checkpointer", "Save", "async_checkpointer"]
 
@@ -56,6 +56,9 @@ def async_checkpointer(
         directory: where the steps go, each as `step_<n>`; made if missing; seen by all ranks.
         keep_last: how many of the newest complete steps to keep; by default all.
         process_group: the ranks that save together; by default all.
+
+    Returns:
+        A context manager that saves and restores steps, and lists, verifies and removes old ones.
 
     Raises:
         TypeError: a leaf of `state` cannot be saved; names it. Or `keep_last` is not an int.
@@ -126,9 +129,10 @@ class Checkpointer:
         self._ranks = ranks
         self._buffers: dict[TreePath, Tensor] = {}
         self._pending: Save | None = None
-        self._turns = Turns()
+        self._turn = threading.Lock()
+        self._inside = threading.local()  # `save`: whether the thread is inside it, or waits for its turn
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="veofunc-checkpoint")
-        self._stage(state)
+        allocate_(self._buffers, self._flat(state))
         directory.mkdir(parents=True, exist_ok=True)
         if ranks.rank == 0:
             remove_abandoned(directory)
@@ -143,6 +147,9 @@ class Checkpointer:
             state: what to save, on every rank with the same structure.
             step: its number, not saved before; 0 is a step.
 
+        Returns:
+            The save on its way, which tells when it is done, and where it is or why it failed.
+
         Raises:
             CheckpointError: the save before failed and nobody was told yet; this one is not made.
             FileExistsError: `step` exists already.
@@ -150,16 +157,17 @@ class Checkpointer:
             TypeError: `step` is not an int, or a leaf can't be saved; names the leaf.
             ValueError: `step` is not from 0 to 2**63 - 1, or two leaves would have the same name on disk.
         """
-        with self._turns.one():
-            self.wait()
-            try:
-                self._check_new(step)
-                staged = self._stage(state)
-            except Exception as error:
-                # The other ranks wait to hear of it; here it is raised at once.
-                self._submit(step, CheckpointError(explain(error)), told=True)
-                raise
-            return self._submit(step, staged)
+        if getattr(self._inside, "save", False):
+            raise RuntimeError(
+                "save was called inside a save of the same thread, as by a signal handler; "
+                "let the handler set a flag, and save once the other save has returned"
+            )
+        self._inside.save = True  # before the lock and until after it: a signal comes at any time
+        try:
+            with self._turn:
+                return self._save(state, step)
+        finally:
+            self._inside.save = False
 
     def wait(self) -> None:
         """Wait for the pending save, if there is one.
@@ -201,19 +209,22 @@ class Checkpointer:
         verify_files(path, manifest, manifest.files)
 
     def restore(self, like: TensorDictBase, step: int | None = None, *, strict: bool = True) -> TensorDict:
-        """A new state with the values of `step`, verified; it shares nothing with `like`.
+        """Read the verified values of `step` into a new state; it shares nothing with `like`.
 
         A pending save is waited for first. Each tensor comes on the device, and with the
         placements, that it has in `like`: sharded tensors are resharded. What `like` lacks as a
         whole (a section, or what is below an empty TensorDict, as optimizer state before the first
-        step) comes as it was saved, tensors on the CPU. Batch sizes are not saved: all come back
-        empty. Tensors of a subclass other than DTensor come back as plain ones.
+        step) comes as it was saved, tensors on the CPU.
 
         Args:
             like: a state of the same structure; its values do not matter.
             step: which one; by default the newest complete one.
             strict: False keeps the value of `like` for what was not saved, and leaves out what it
                 has not.
+
+        Returns:
+            The state, as a TensorDict. Batch sizes are not saved: all are empty. Tensors of a subclass
+            other than DTensor are plain ones.
 
         Raises:
             CheckpointError: there is no such step, a file is damaged (says what to do), or the saved
@@ -252,10 +263,23 @@ class Checkpointer:
     def _path(self, step: int) -> Path:
         return self._directory / step_name(step)
 
-    def _stage(self, state: TensorDictBase) -> dict[TreePath, Leaf]:
+    def _save(self, state: TensorDictBase, step: int) -> Save:
+        self.wait()
+        try:
+            self._check_new(step)
+            staged = stage_(self._buffers, self._flat(state))
+        except Exception as error:
+            # The other ranks wait to hear of it; here it is raised at once.
+            self._submit(step, CheckpointError(explain(error)), told=True)
+            raise
+        return self._submit(step, staged)
+
+    def _flat(self, state: TensorDictBase) -> dict[TreePath, Leaf]:
+        """The leaves of `state`, of which no two have the same name on disk."""
         leaves = flatten(state)
-        describe_leaves(leaves, self._ranks.rank)  # refuses what has the same name on disk
-        return stage_(self._buffers, leaves)
+        if {path for path, leaf in leaves.items() if isinstance(leaf, Tensor)} != self._buffers.keys():
+            describe_leaves(leaves, self._ranks.rank)  # refuses such; what has buffers was accepted
+        return leaves
 
     def _check_new(self, step: int) -> None:
         check_step(step)

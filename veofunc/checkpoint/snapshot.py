@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from tensordict import NonTensorData, TensorDict, TensorDictBase, is_non_tensor
@@ -18,6 +18,7 @@ __all__ = [
     "RANK_SECTIONS",
     "Empty",
     "Leaf",
+    "allocate_",
     "describe_leaves",
     "flatten",
     "match",
@@ -66,12 +67,23 @@ def unflatten(leaves: Mapping[TreePath, Leaf]) -> TensorDict:
 
 
 def stage_(buffers: dict[TreePath, Tensor], leaves: Mapping[TreePath, Leaf]) -> dict[TreePath, Leaf]:
-    """Copy the tensors of `leaves` into `buffers`; where none fits, one is made and kept.
-
-    Buffers of leaves that are gone are freed.
+    """Copy the tensors of `leaves` into `buffers`, after `allocate_` made those that fit.
 
     Returns:
         The leaves, with their tensors in host memory.
+    """
+    allocate_(buffers, leaves)
+    if buffers:
+        with torch.inference_mode(False):  # as the buffers were made
+            sources = [_local(cast(Tensor, leaves[path])) for path in buffers]
+            torch._foreach_copy_([_local(buffer) for buffer in buffers.values()], sources)
+    return {**leaves, **buffers}
+
+
+def allocate_(buffers: dict[TreePath, Tensor], leaves: Mapping[TreePath, Leaf]) -> None:
+    """Make `buffers` one per tensor of `leaves`, in host memory; those that fit are kept.
+
+    Buffers of leaves that are gone are freed.
     """
     tensors = {path: leaf for path, leaf in leaves.items() if isinstance(leaf, Tensor)}
     for path in buffers.keys() - tensors.keys():
@@ -82,10 +94,6 @@ def stage_(buffers: dict[TreePath, Tensor], leaves: Mapping[TreePath, Leaf]) -> 
                 # Zeroed to have its pages there: a copy into new ones takes five times as long.
                 contiguous = torch.contiguous_format
                 buffers[path] = torch.empty_like(tensor, device="cpu", memory_format=contiguous).zero_()
-        if tensors:
-            sources = [_local(tensor) for tensor in tensors.values()]
-            torch._foreach_copy_([_local(buffers[path]) for path in tensors], sources)
-    return {**leaves, **{path: buffers[path] for path in tensors}}
 
 
 def describe_leaves(leaves: Mapping[TreePath, Leaf], rank: int) -> list[Entry]:
