@@ -94,6 +94,27 @@ class TestJsonLines:
         log({"a": 3.0}, 3)
         assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 3]
 
+    def test_resume_keeps_a_link_and_the_mode(self, tmp_path):
+        path, link = tmp_path / "metrics.jsonl", tmp_path / "link"
+        path.write_text('{"step": 1}\n{"step": 9}\n')
+        path.chmod(0o640)
+        link.symlink_to(path)
+        vf.log.json_lines(link, resume_step=5)({"loss": 6.0}, np.int64(6))
+        assert link.is_symlink() and path.stat().st_mode & 0o777 == 0o640
+        assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 6]
+
+    @pytest.mark.parametrize("step", [None, "x", 1.5])
+    def test_a_step_must_be_an_int(self, tmp_path, step):
+        with pytest.raises(TypeError):
+            vf.log.json_lines(tmp_path / "metrics.jsonl")({"loss": 1.0}, step)
+
+    @pytest.mark.parametrize("line", ['{"step": "x"}\n', '{"step": null}\n'])
+    def test_resume_refuses_a_step_that_is_no_number(self, tmp_path, line):
+        path = tmp_path / "metrics.jsonl"
+        path.write_text('{"loss": 1}\n' + line)
+        with pytest.raises(ValueError, match="line 1, is not a line of metrics"):
+            vf.log.json_lines(path, resume_step=3)
+
     def test_takes_every_kind_of_number(self, tmp_path):
         path = tmp_path / "metrics.jsonl"
         vf.log.json_lines(path)({"a": torch.tensor(1.5), "b": np.float32(2.5), "c": 3}, 1)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import os
+import shutil
 import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -59,6 +61,7 @@ def json_lines(path: str | os.PathLike, *, resume_step: int | None = None) -> Si
     Raises:
         ValueError: with `resume_step`, if a line is not one of ours; the file is left alone. At the call, if
             a metric is no number or is called `step`.
+        TypeError: at the call, `step` is not an int.
         OSError: the line cannot be written; then nothing of it is in the file.
 
     Example:
@@ -77,7 +80,7 @@ def json_lines(path: str | os.PathLike, *, resume_step: int | None = None) -> Si
         if "step" in metrics:
             raise ValueError("a metric may not be called 'step', the name of the step itself")
         values = {name: _json_number(name, value) for name, value in metrics.items()}
-        _append_line(path, json.dumps({"step": step, **values}))
+        _append_line(path, json.dumps({"step": operator.index(step), **values}))
 
     return sink
 
@@ -163,17 +166,19 @@ def _append_line(path: Path, line: str) -> None:
 def _cut_after(path: Path, step: int) -> None:
     """Rewrites a file of JSON lines without those of later steps and without unfinished ones."""
     kept = []
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
+    path = path.resolve()  # a link stays one
+    for number, line in enumerate(path.read_text(errors="replace").split("\n"), start=1):
         try:
-            line_step = json.loads(line)["step"]
+            keep = json.loads(line)["step"] <= step
         except (ValueError, TypeError, KeyError) as error:
             if not FIRST_WORDS.startswith(line[: len(FIRST_WORDS)]):
                 raise ValueError(f"{path}, line {number}, is not a line of metrics: {line!r}") from error
             continue  # the beginning of one of ours
-        if line_step <= step:
+        if keep:
             kept.append(line + "\n")
     beside = path.with_name(path.name + ".tmp")
     beside.write_text("".join(kept))
+    shutil.copymode(path, beside)
     beside.replace(path)
 
 

@@ -268,12 +268,13 @@ def name_of(fn: Callable) -> str:
 def has_parameter(fn: Callable | None, name: str) -> bool:
     """Whether `fn`, or what it wraps, has a parameter of that name."""
     while fn is not None:
+        fn = bare_module(fn).forward if isinstance(fn, nn.Module) else fn
         try:
-            if name in inspect.signature(getattr(fn, "forward", fn)).parameters:
+            if name in inspect.signature(fn).parameters:
                 return True
         except ValueError:  # a builtin does not say
             return False
-        fn = _inside(fn)
+        fn = None if isinstance(fn, types.MethodType) else _inside(fn)
     return False
 
 

@@ -569,8 +569,10 @@ class ChannelLoss(torch.nn.Module):
         lambda module: functools.partial(module),
         lambda module: vf.offload(module, vf.policies.nothing),
         lambda module: vf.offload(functools.partial(module.forward), vf.policies.nothing),
+        lambda module: torch.compile(module, backend="eager"),
+        lambda module: torch.nn.DataParallel(module),
     ],
-    ids=["module", "method", "partial", "transform", "transform of partial"],
+    ids=["module", "method", "partial", "transform", "transform of partial", "compiled", "parallel"],
 )
 def test_a_loss_with_a_channel_argument_of_its_own_gets_it(wrap):
     labels, ids = torch.ones(1, 3).long(), torch.tensor([[0, 1, 1]])

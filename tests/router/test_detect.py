@@ -483,13 +483,43 @@ def test_a_sibling_that_passes_the_choice_on_as_a_view_is_no_router():
     assert vf.find_routers(Both(), ROWS) == (("gate", 4, 2),)
 
 
-def test_a_named_router_without_logits_has_as_many_experts_as_its_matrix_has_rows():
+def test_a_router_without_logits_says_how_many_experts_it_has_or_is_refused():
     model = Gates(Gate(lambda x, logits, weights, ids: (weights, ids)))
     with pytest.raises(ValueError, match="no router found"):
         vf.monitor_router(model)(ROWS)
-    monitored = vf.monitor_router(model, routers="gates.*")
+    with pytest.raises(ValueError, match=r"no logits \[\.\.\., E\], give it an attribute num_experts"):
+        vf.monitor_router(model, routers="gates.*")(ROWS)
+    model.gates[0].num_experts = 4
+    monitored = vf.monitor_router(model)
     assert routed(monitored(ROWS)[1]) == [10]
     assert monitored.routers == (("gates.0", 4, 2),)
+
+
+def test_logits_win_over_the_local_number_of_experts():
+    model = Gates(Gate(usual, 4, top_k=2))
+    for local in (1, 3, 0, -1, True):
+        model.gates[0].num_experts = local
+        assert vf.find_routers(model, ROWS) == (("gates.0", 4, 2),)
+
+
+def test_views_are_known_in_inference_mode():
+    class Pass(nn.Module):
+        def forward(self, weights, ids, logits):
+            return logits, weights.view(-1, 2), ids.view(-1, 2)
+
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate, self.then = Gate(usual), Pass()
+
+        def forward(self, x):
+            logits, weights, ids = self.gate(x)
+            return self.then(weights, ids, logits)
+
+    monitored = vf.monitor_router(Both())
+    with torch.inference_mode():
+        monitored(ROWS)
+    assert monitored.routers == (("gate", 4, 2),)
 
 
 def test_with_indices_a_weight_beside_the_ids_still_tells_load_from_none():

@@ -130,7 +130,7 @@ class Checkpointer:
         self._buffers: dict[TreePath, Tensor] = {}
         self._pending: Save | None = None
         self._turn = threading.Lock()
-        self._inside = threading.local()  # `save`: whether the thread is inside it, or waits for its turn
+        self._saving: int | None = None  # the thread whose turn it is
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="veofunc-checkpoint")
         allocate_(self._buffers, self._flat(state))
         directory.mkdir(parents=True, exist_ok=True)
@@ -157,17 +157,17 @@ class Checkpointer:
             TypeError: `step` is not an int, or a leaf can't be saved; names the leaf.
             ValueError: `step` is not from 0 to 2**63 - 1, or two leaves would have the same name on disk.
         """
-        if getattr(self._inside, "save", False):
+        if self._turn.locked() and self._saving == threading.get_ident():
             raise RuntimeError(
-                "save was called inside a save of the same thread, as by a signal handler; "
-                "let the handler set a flag, and save once the other save has returned"
+                "save was called inside a save of the same thread, as by a signal handler: let the handler "
+                "set a flag, and save when the first has returned"
             )
-        self._inside.save = True  # before the lock and until after it: a signal comes at any time
-        try:
-            with self._turn:
+        with self._turn:
+            self._saving = threading.get_ident()
+            try:
                 return self._save(state, step)
-        finally:
-            self._inside.save = False
+            finally:
+                self._saving = None
 
     def wait(self) -> None:
         """Wait for the pending save, if there is one.
@@ -175,6 +175,7 @@ class Checkpointer:
         Raises:
             CheckpointError: it failed, and nobody was told yet; names rank, file and cause.
         """
+        self._thread.submit(int).result()  # also for a save whose handle an interrupt has lost
         if self._pending is not None:
             self._pending._wait()
 

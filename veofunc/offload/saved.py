@@ -130,5 +130,5 @@ class Handle:
         return tensor
 
     def __del__(self):
-        if self._moved is not None and not self._restored:
+        if getattr(self, "_moved", None) is not None and not self._restored:
             self._ledger.add("dropped", self.nbytes)

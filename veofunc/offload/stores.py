@@ -224,4 +224,5 @@ class _PrivateFile:
                 self.end = 0
 
     def __del__(self):
-        self.file.close()
+        if hasattr(self, "file"):  # else it could not be made
+            self.file.close()

@@ -210,13 +210,13 @@ def known_routers(model: nn.Module, routers: Any) -> tuple[tuple[Router, nn.Modu
     return tuple((router, modules[router.path]) for router in known)
 
 
-def _find_choice(module: nn.Module, output: Any, named: bool = False) -> Choice | None:
+def _find_choice(module: nn.Module, output: Any) -> Choice | None:
     """The choice in a router's output, or None if there is none to be seen."""
     tensors = list(_tensors(output))
     for ids in tensors:
         if ids.dtype not in INDEX_DTYPES or ids.dim() < 2:
             continue
-        weights, num_experts = _weights(tensors, ids), _num_experts(module, tensors, ids, named)
+        weights, num_experts = _weights(tensors, ids), _num_experts(module, tensors, ids)
         if weights is not None and num_experts is not None and 0 < ids.shape[-1] < num_experts:  # else a mask
             return Choice(ids, weights, num_experts)
     return None
@@ -225,16 +225,16 @@ def _find_choice(module: nn.Module, output: Any, named: bool = False) -> Choice 
 def _read_named(module: nn.Module, output: Any, indices: Callable[[Any], Tensor] | None) -> Choice:
     """The choice in the output of a module that is known to be a router."""
     if indices is None:
-        choice = _find_choice(module, output, named=True)
+        choice = _find_choice(module, output)
         if choice is None:
             raise ValueError(
                 f"router {type(module).__name__} returned {_describe(output)}, where no expert ids can be "
-                "seen: pass indices=, a function from that to ids [..., K]. If they are there, give it an "
-                "attribute num_experts"
+                "seen: pass indices=, a function from that to ids [..., K]. If they are there, but no logits "
+                "[..., E], give it an attribute num_experts"
             )
         return choice
     tensors, ids = list(_tensors(output)), _checked_ids(indices(output))
-    num_experts = _num_experts(module, tensors, ids, named=True)
+    num_experts = _num_experts(module, tensors, ids)
     if num_experts is None:
         raise ValueError(
             f"cannot see the number of experts of router {type(module).__name__}, which returned "
@@ -257,32 +257,28 @@ def _weights(tensors: list[Tensor], ids: Tensor) -> Tensor | None:
     return next((t for t in tensors if t.is_floating_point() and t.shape == ids.shape), None)
 
 
-def _num_experts(module: nn.Module, tensors: list[Tensor], ids: Tensor, named: bool) -> int | None:
+def _num_experts(module: nn.Module, tensors: list[Tensor], ids: Tensor) -> int | None:
     """The width of the logits beside `ids`; of several, the first, or the one that the module confirms.
 
-    Without logits what the module says; of a named router also the rows of its only matrix.
+    Without logits it is what the module says; and if that is K, then `ids` are no ids but a mask.
     """
     wider = [t for t in tensors if t.is_floating_point() and t.dim() >= 2 and t.shape[-1] > ids.shape[-1]]
     widths = [t.shape[-1] for t in wider if prod(t.shape[:-1]) == prod(ids.shape[:-1])]
     said = _says_num_experts(module)
-    if said is not None and (said in widths or said <= ids.shape[-1] or not widths):
+    if said in widths or said == ids.shape[-1] or not widths:
         return said
-    return widths[0] if widths else _projection_width(module) if named else None
+    return widths[0]
 
 
 def _says_num_experts(module: nn.Module) -> int | None:
-    num_experts = getattr(module, "num_experts", None)
-    return num_experts if isinstance(num_experts, int) else None
-
-
-def _projection_width(module: nn.Module) -> int | None:
-    """The rows of a router's only matrix, which makes its logits."""
-    matrices = [parameter for parameter in module.parameters() if parameter.dim() == 2]
-    return matrices[0].shape[0] if len(matrices) == 1 else None
+    said = getattr(module, "num_experts", None)
+    return said if isinstance(said, int) and not isinstance(said, bool) and said > 0 else None
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
     """Whether both are one tensor, or views of one."""
+    if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():  # views know no base there
+        return a.data_ptr() == b.data_ptr()
     return (a if a._base is None else a._base) is (b if b._base is None else b._base)
 
 
