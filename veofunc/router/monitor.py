@@ -77,10 +77,7 @@ def monitor_router(
     model = find_model(fn, model)
     if model is None:
         raise ValueError("monitor_router needs the module that fn runs: pass model=")
-    if indices is not None and routers is None:
-        raise ValueError("indices= says how to read a router's output; name the routers with routers=")
-    if indices is not None and not callable(indices):
-        raise TypeError(f"indices must be a function from what a router returns to ids, got {indices!r}")
+    _check_indices(indices, routers)
     found = known_routers(model, routers)
     named = select_routers(model, routers) if routers is not None and found is None else None
 
@@ -105,6 +102,13 @@ def monitor_router(
 
     exposes = {"routers": routers_found}
     return Transformed("monitor_router", fn, call, model=model, observes="router", exposes=exposes)
+
+
+def _check_indices(indices: Any, routers: Any) -> None:
+    if indices is not None and routers is None:
+        raise ValueError("indices= says how to read a router's output; name the routers with routers=")
+    if indices is not None and not callable(indices):
+        raise TypeError(f"indices must be a function from what a router returns to ids, got {indices!r}")
 
 
 class _Counter:
