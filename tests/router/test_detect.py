@@ -467,20 +467,27 @@ def test_a_mask_as_wide_as_the_module_says_is_no_choice():
         vf.find_routers(model, ROWS)
 
 
-def test_a_sibling_that_passes_the_choice_on_as_a_view_is_no_router():
+class PassedOn(nn.Module):
+    """A gate whose choice a sibling passes on as views."""
+
     class Dispatch(nn.Module):
         def forward(self, logits, weights, ids):
             return logits, weights.view(-1, 2), ids.view(-1, 2)
 
-    class Both(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.gate, self.dispatch = Gate(usual), Dispatch()
+    def __init__(self):
+        super().__init__()
+        self.gate, self.dispatch = Gate(usual), self.Dispatch()
 
-        def forward(self, x):
-            return self.dispatch(*self.gate(x))
+    def forward(self, x):
+        return self.dispatch(*self.gate(x))
 
-    assert vf.find_routers(Both(), ROWS) == (("gate", 4, 2),)
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_a_sibling_that_passes_the_choice_on_as_a_view_is_no_router(mode):
+    monitored = vf.monitor_router(PassedOn())
+    with mode():
+        monitored(ROWS)
+    assert monitored.routers == (("gate", 4, 2),)
 
 
 def test_a_router_without_logits_says_how_many_experts_it_has_or_is_refused():
@@ -500,26 +507,6 @@ def test_logits_win_over_the_local_number_of_experts():
     for local in (1, 3, 0, -1, True):
         model.gates[0].num_experts = local
         assert vf.find_routers(model, ROWS) == (("gates.0", 4, 2),)
-
-
-def test_views_are_known_in_inference_mode():
-    class Pass(nn.Module):
-        def forward(self, weights, ids, logits):
-            return logits, weights.view(-1, 2), ids.view(-1, 2)
-
-    class Both(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.gate, self.then = Gate(usual), Pass()
-
-        def forward(self, x):
-            logits, weights, ids = self.gate(x)
-            return self.then(weights, ids, logits)
-
-    monitored = vf.monitor_router(Both())
-    with torch.inference_mode():
-        monitored(ROWS)
-    assert monitored.routers == (("gate", 4, 2),)
 
 
 def test_with_indices_a_weight_beside_the_ids_still_tells_load_from_none():
