@@ -89,9 +89,9 @@ def with_channel_loss(
         labels, channel = _labels_and_channel(args, kwargs, label_key, channel_key, given)
         token_loss, obs = observed(*args, **kwargs)
         _check_token_loss(token_loss, labels, loss_fn)
-        sums = channel_sums(token_loss, labels, channel, len(names), ignore_index)
-        loss = _reduce(token_loss, labels, reduction, ignore_index)
-        return loss, merge_obs(obs, "channel", sums)
+        counted = labels != ignore_index
+        sums = _sums(token_loss, counted, _per_token(channel, labels), len(names))
+        return _reduce(token_loss, counted, reduction), merge_obs(obs, "channel", sums)
 
     return Transformed(
         "with_channel_loss", loss_fn, call, observes="channel", exposes={"channels": lambda: names}
@@ -134,25 +134,7 @@ def channel_sums(
         raise ValueError(
             f"token_loss must have the labels' shape {list(labels.shape)}, got {list(token_loss.shape)}"
         )
-    channel = _per_token(channel, labels).long()
-    counted = labels != ignore_index
-    known = (channel >= 0) & (channel < num_channels)
-    slot = torch.where(known, channel, num_channels).reshape(-1)
-    # Added one by one, so in float64: a million equal float32 losses would be off by a per cent.
-    exact = torch.float32 if token_loss.device.type == "mps" else torch.float64  # MPS has no float64
-    losses = torch.where(counted, token_loss.detach(), 0).to(exact).reshape(-1)
-    loss_sum = losses.new_zeros(num_channels + 1).index_add(0, slot, losses)
-    loss_sum = loss_sum.to(torch.promote_types(token_loss.dtype, torch.float32))
-    ones = counted.reshape(-1).long()
-    token_count = ones.new_zeros(num_channels + 1).index_add(0, slot, ones)
-    return TensorDict(
-        {
-            "loss_sum": loss_sum[:-1].clone(),
-            "token_count": token_count[:-1].clone(),
-            "unattributed_loss_sum": loss_sum[-1].clone(),
-            "unattributed_token_count": token_count[-1].clone(),
-        }
-    )
+    return _sums(token_loss, labels != ignore_index, _per_token(channel, labels), num_channels)
 
 
 def _channel_names(channels: int | tuple[str, ...]) -> tuple[str, ...]:
@@ -223,8 +205,29 @@ def _per_token(channel: Tensor, labels: Tensor) -> Tensor:
     )
 
 
-def _reduce(token_loss: Tensor, labels: Tensor, reduction: str, ignore_index: int) -> Tensor:
-    counted = labels != ignore_index
+def _sums(token_loss: Tensor, counted: Tensor, channel: Tensor, num_channels: int) -> TensorDict:
+    """The sums per channel; `counted` and `channel` have one value per token loss."""
+    channel = channel.long()
+    known = (channel >= 0) & (channel < num_channels)
+    slot = torch.where(known, channel, num_channels).reshape(-1)
+    # Added one by one, so in float64: a million equal float32 losses would be off by a per cent.
+    exact = torch.float32 if token_loss.device.type == "mps" else torch.float64  # MPS has no float64
+    losses = torch.where(counted, token_loss.detach(), 0).to(exact).reshape(-1)
+    loss_sum = losses.new_zeros(num_channels + 1).index_add(0, slot, losses)
+    loss_sum = loss_sum.to(torch.promote_types(token_loss.dtype, torch.float32))
+    ones = counted.reshape(-1).long()
+    token_count = ones.new_zeros(num_channels + 1).index_add(0, slot, ones)
+    return TensorDict(
+        {
+            "loss_sum": loss_sum[:-1].clone(),
+            "token_count": token_count[:-1].clone(),
+            "unattributed_loss_sum": loss_sum[-1].clone(),
+            "unattributed_token_count": token_count[-1].clone(),
+        }
+    )
+
+
+def _reduce(token_loss: Tensor, counted: Tensor, reduction: str) -> Tensor:
     wide = torch.promote_types(token_loss.dtype, torch.float32)  # a sum may not fit where its mean does
     total = torch.where(counted, token_loss, 0).sum(dtype=wide)
     loss = total if reduction == "sum" else total / counted.sum()
