@@ -13,9 +13,11 @@ from veofunc.checkpoint.checkpointer import async_checkpointer
 from veofunc.checkpoint.manifest import CheckpointError
 from veofunc.grad import grad, grad_and_value
 from veofunc.offload import policies
+from veofunc.offload.disk import DiskStore
+from veofunc.offload.host import HostStore
 from veofunc.offload.offload import offload
 from veofunc.offload.saved import Fate, SavedTensor
-from veofunc.offload.stores import DiskStore, HostStore, Store
+from veofunc.offload.stores import Store
 from veofunc.router.detect import Router, find_routers
 from veofunc.router.heatmap import router_heatmap
 from veofunc.router.metrics import router_metrics

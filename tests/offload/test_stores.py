@@ -13,7 +13,7 @@ import torch
 
 import veofunc as vf
 from tests.limits import largest_file
-from veofunc.offload.stores import Layout
+from veofunc.offload.layout import Layout
 
 FLOAT8 = [getattr(torch, name) for name in dir(torch) if name.startswith("float8_")]
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64, *FLOAT8]

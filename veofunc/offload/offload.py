@@ -15,10 +15,12 @@ from torch._C._autograd import _saved_tensors_hooks_get_disabled_error_message a
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from veofunc.offload.host import HostStore
+from veofunc.offload.layout import Layout
 from veofunc.offload.ledger import Ledger
 from veofunc.offload.policies import ask, is_inside, nothing
 from veofunc.offload.saved import Fate, Handle, Moved, SavedTensor
-from veofunc.offload.stores import HostStore, Layout, Store
+from veofunc.offload.stores import Store
 from veofunc.transform import Transformed, find_model, module_hooks, name_of, some_paths
 
 __all__ = ["offload"]
