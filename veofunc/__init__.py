@@ -13,6 +13,7 @@ from veofunc.checkpoint.checkpointer import async_checkpointer
 from veofunc.checkpoint.manifest import CheckpointError
 from veofunc.grad import grad, grad_and_value
 from veofunc.offload import policies
+from veofunc.offload.call import checkpoint_name
 from veofunc.offload.disk import DiskStore
 from veofunc.offload.host import HostStore
 from veofunc.offload.offload import offload
@@ -38,6 +39,7 @@ __all__ = [
     "async_checkpointer",
     "channel_metrics",
     "channel_sums",
+    "checkpoint_name",
     "find_routers",
     "grad",
     "grad_and_value",

@@ -30,9 +30,11 @@ __all__ = [
     "has_parameter",
     "matches",
     "merge_obs",
+    "module_calls",
     "module_hooks",
     "name_of",
     "observing",
+    "own_attributes",
     "read_obs",
     "some_paths",
 ]
@@ -213,25 +215,28 @@ def module_hooks(
     *,
     before: Callable[[nn.Module], object] | None = None,
     after: Callable[[nn.Module, Any], object] | None = None,
+    always: bool = False,
 ) -> Generator[None]:
     """Calls `before(module)` and `after(module, output)` around the forward of each of `modules`.
 
     The hooks live as long as the block, also when it raises. They act only in this thread, so that two
-    calls at once do not see each other, and not while the autograd engine runs, so that what activation
-    checkpointing computes a second time is seen once.
+    calls at once do not see each other, and not in a backward pass that starts inside the block, so that
+    what activation checkpointing computes a second time is seen once. With `always`, `after` is called for a
+    forward that raises too, with None.
     """
-    thread = threading.get_ident()
+    thread, task = threading.get_ident(), torch._C._current_graph_task_id()
 
     def elsewhere() -> bool:
         if torch.compiler.is_compiling():  # then neither the thread nor the engine can be asked
             return False
-        return threading.get_ident() != thread or torch._C._current_graph_task_id() != -1
+        return threading.get_ident() != thread or torch._C._current_graph_task_id() != task
 
-    def pre_hook(module, args):
+    # `module` is the one that was asked for; what runs may be a copy that shares its hooks.
+    def pre_hook(module, running, args):
         if not elsewhere():
             cast(Callable, before)(module)
 
-    def post_hook(module, args, output):
+    def post_hook(module, running, args, output):
         if not elsewhere():
             cast(Callable, after)(module, output)
 
@@ -239,13 +244,87 @@ def module_hooks(
     try:
         for module in modules:
             if before is not None:
-                handles.append(module.register_forward_pre_hook(pre_hook))
+                handles.append(module.register_forward_pre_hook(functools.partial(pre_hook, module)))
             if after is not None:
-                handles.append(module.register_forward_hook(post_hook))
+                hook = functools.partial(post_hook, module)
+                handles.append(module.register_forward_hook(hook, always_call=always))
         yield
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextlib.contextmanager
+def module_calls(
+    modules: Iterable[nn.Module], around: Callable[[nn.Module, Callable, tuple, dict], Any]
+) -> Generator[None]:
+    """Calls `around(module, forward, args, kwargs)` in place of the forward of each of `modules`.
+
+    As long as the block lasts, and in this thread only. Of several at once in one thread the innermost is
+    called, and the `forward` that it is given is the next one's.
+    """
+    taken = []
+    try:
+        for module in modules:
+            taken.append(_StandIn.take(module, around))
+        yield
+    finally:
+        for stand_in in reversed(taken):
+            stand_in.give_back(around)
+
+
+def own_attributes(module: nn.Module) -> dict[str, Any]:
+    """A copy of `module.__dict__`, without what `module_calls` put there."""
+    attributes = dict(module.__dict__)
+    stand_in = attributes.get("forward")
+    if isinstance(stand_in, _StandIn):
+        del attributes["forward"]
+        attributes.update(stand_in.replaced)
+    return attributes
+
+
+class _StandIn:
+    """What stands in a module's attributes as its `forward`, for as long as some `module_calls` last.
+
+    Attributes:
+        replaced: the module's own attribute `forward`, if it has one beside its class's.
+    """
+
+    _lock = threading.Lock()  # of putting it there and taking it away, which two threads may do at once
+
+    def __init__(self, module: nn.Module):
+        self.module, self.forward = module, module.forward
+        self.replaced = {name: value for name, value in module.__dict__.items() if name == "forward"}
+        self.arounds: dict[int, list[Callable]] = {}  # thread -> innermost last
+        functools.update_wrapper(self, self.forward, updated=())
+
+    @classmethod
+    def take(cls, module: nn.Module, around: Callable) -> _StandIn:
+        with cls._lock:
+            stand_in = module.__dict__.get("forward")
+            if not isinstance(stand_in, cls):
+                stand_in = module.__dict__["forward"] = cls(module)
+            stand_in.arounds.setdefault(threading.get_ident(), []).append(around)
+            return stand_in
+
+    def give_back(self, around: Callable) -> None:
+        with self._lock:
+            mine = self.arounds[threading.get_ident()]
+            mine.remove(around)
+            if not mine:
+                del self.arounds[threading.get_ident()]
+            if not self.arounds and self.module.__dict__.get("forward") is self:
+                del self.module.__dict__["forward"]
+                self.module.__dict__.update(self.replaced)
+
+    def __call__(self, *args, **kwargs):
+        return self._call(tuple(self.arounds.get(threading.get_ident(), ())), args, kwargs)
+
+    def _call(self, arounds: tuple[Callable, ...], args: tuple, kwargs: dict) -> Any:
+        if not arounds:
+            return self.forward(*args, **kwargs)
+        *outer, around = arounds
+        return around(self.module, lambda *a, **k: self._call(tuple(outer), a, k), args, kwargs)
 
 
 def matches(path: str, glob: str) -> bool:

@@ -965,7 +965,7 @@ def test_nested_tensors_are_kept():
     fn = vf.offload(body, note, store=ArrayStore())
     (plain,), (moved,) = torch.autograd.grad(body(w), w), torch.autograd.grad(fn(w), w)
     assert torch.equal(plain, moved)
-    assert "ExpBackward0" in operations and "ReluBackward0" not in operations
+    assert "exp" in operations and "relu" not in operations
 
 
 def test_a_recycled_address_is_not_taken_for_the_tensor_that_was_there():
@@ -1172,10 +1172,9 @@ def test_the_policy_is_told_path_operation_shape_dtype_bytes_and_index():
     fn(torch.arange(3))
     cpu, f32 = torch.device("cpu"), torch.float32
     assert told[0] == vf.SavedTensor("embed", "", (3,), torch.int64, cpu, 24, 0)
-    assert told[1] == vf.SavedTensor("layers.0", told[1].op, (3, 4), f32, cpu, 48, told[1].index)
-    assert told[1].op in ("EmbeddingBackward0", "ViewBackward0")
-    assert told[2] == vf.SavedTensor("layers.1", "TanhBackward0", (3, 6), f32, cpu, 72, told[2].index)
-    assert told[3] == vf.SavedTensor("", "ExpBackward0", (3, 6), torch.float64, cpu, 144, told[3].index)
+    assert told[1] == vf.SavedTensor("layers.0", "embedding", (3, 4), f32, cpu, 48, told[1].index)
+    assert told[2] == vf.SavedTensor("layers.1", "tanh", (3, 6), f32, cpu, 72, told[2].index)
+    assert told[3] == vf.SavedTensor("", "exp", (3, 6), torch.float64, cpu, 144, told[3].index)
     assert len(told) == 4
     indices = [saved.index for saved in told]
     assert indices == sorted(indices) and indices[-1] == sums(fn)["packed"] - 1  # the weight counts too
@@ -1315,7 +1314,7 @@ def test_recompute_is_refused_with_what_to_do():
 
     model = mlp()
     for policy in (recompute, p.first_of(p.nothing, recompute)):
-        with pytest.raises(ValueError, match=r"returned RECOMPUTE.*torch\.utils\.checkpoint inside fn"):
+        with pytest.raises(ValueError, match=r"returned RECOMPUTE.*blocks="):
             vf.offload(model, policy)(torch.ones(5, 8))
     assert_no_hook(model)
 

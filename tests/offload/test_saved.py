@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import veofunc as vf
+from veofunc.offload.ahead import ReadAhead
 from veofunc.offload.ledger import Ledger
 from veofunc.offload.saved import Handle, Moved
 
@@ -46,7 +47,7 @@ def moved_to(slot, tensor, ledger):
 
 
 def moved_handle(tensor, ledger, ended=None):
-    handle = Handle(tensor, tensor.nbytes, ledger)
+    handle = Handle(tensor, tensor.nbytes, ledger, ReadAhead(0))
     handle.move(moved_to(CloneSlot(tensor, [] if ended is None else ended), tensor, ledger))
     return handle
 
@@ -60,7 +61,7 @@ def test_fate_prints_as_its_name():
 
 
 def test_saved_tensor_is_frozen_hashable_and_a_value():
-    make = lambda: vf.SavedTensor("head", "MmBackward0", (2, 3), torch.float32, torch.device("cpu"), 24, 0)  # noqa: E731
+    make = lambda: vf.SavedTensor("head", "mm", (2, 3), torch.float32, torch.device("cpu"), 24, 0)  # noqa: E731
     assert make() == make()
     assert len({make(), make(), copy.copy(make()), pickle.loads(pickle.dumps(make()))}) == 1
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -69,7 +70,7 @@ def test_saved_tensor_is_frozen_hashable_and_a_value():
 
 def test_a_kept_tensor_comes_back_as_it_is():
     tensor = torch.arange(6.0).view(2, 3)
-    restored = Handle(tensor, 24, Ledger()).restore()
+    restored = Handle(tensor, 24, Ledger(), ReadAhead(0)).restore()
     assert torch.equal(restored, tensor)
     assert restored.data_ptr() == tensor.data_ptr()
     assert restored is not tensor
@@ -95,7 +96,7 @@ def test_a_moved_tensor_is_given_up():
 
 
 @pytest.mark.parametrize(
-    "make", [lambda t: Handle(t, t.nbytes, Ledger()), lambda t: moved_handle(t, Ledger())]
+    "make", [lambda t: Handle(t, t.nbytes, Ledger(), ReadAhead(0)), lambda t: moved_handle(t, Ledger())]
 )
 @pytest.mark.parametrize(
     "change",
@@ -123,7 +124,7 @@ def test_refuses_a_tensor_that_was_changed_in_place(make, change):
 def test_takes_a_tensor_that_was_changed_before():
     tensor = torch.zeros(3)
     tensor.add_(1)
-    assert torch.equal(Handle(tensor, 12, Ledger()).restore(), torch.ones(3))
+    assert torch.equal(Handle(tensor, 12, Ledger(), ReadAhead(0)).restore(), torch.ones(3))
 
 
 def test_counts_the_first_restore_and_those_after_it_apart():
@@ -137,7 +138,7 @@ def test_counts_the_first_restore_and_those_after_it_apart():
 
 def test_a_kept_tensor_is_never_counted_as_restored_or_dropped():
     ledger = Ledger()
-    handle = Handle(torch.ones(3), 12, ledger)
+    handle = Handle(torch.ones(3), 12, ledger, ReadAhead(0))
     handle.restore()
     del handle
     assert counts(ledger) == {}
@@ -155,7 +156,7 @@ def test_a_handle_that_dies_unread_counts_as_dropped_and_frees_its_slot():
 def test_handles_of_one_tensor_share_a_slot_until_the_last_dies():
     ledger, ended, tensor = Ledger(), [], torch.ones(3)
     moved = moved_to(CloneSlot(tensor, ended), tensor, ledger)
-    first, second = Handle(tensor, 12, ledger), Handle(tensor, 12, ledger)
+    first, second = Handle(tensor, 12, ledger, ReadAhead(0)), Handle(tensor, 12, ledger, ReadAhead(0))
     first.move(moved)
     second.move(moved)
     del moved

@@ -1,13 +1,32 @@
-"""How a strided tensor lies in memory, so that it can be taken apart and built again."""
+"""How a tensor lies in memory, so that it can be taken apart and built again."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-__all__ = ["Layout"]
+__all__ = ["Layout", "Parts", "View", "emptied", "is_plain"]
+
+PLAIN_TYPES = (Tensor, nn.Parameter, nn.Buffer)
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether `tensor` is strided and has elements of its own.
+
+    Not so: subclasses, sparse, nested and quantised tensors, and those of a running `vmap`.
+    """
+    return (
+        type(tensor) in PLAIN_TYPES
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+        and not tensor.is_quantized
+        and tensor.device.type != "meta"
+        and tensor.numel() > 0
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    )
 
 
 @dataclass(frozen=True)
@@ -34,10 +53,13 @@ class Layout:
         """Bytes of the core: what is moved."""
         return torch.Size(self.core_shape).numel() * self.dtype.itemsize
 
+    def core(self, tensor: Tensor) -> Tensor:
+        """The part of `tensor` to copy: `core_shape`, a view."""
+        return tensor.detach()[tuple(slice(size) for size in self.core_shape)]
+
     def to_host(self, tensor: Tensor) -> Tensor:
         """A copy of the core's bytes: a uint8 vector in host memory, [nbytes]."""
-        core = tensor.detach()[tuple(slice(size) for size in self.core_shape)]
-        host = torch.empty(self.core_shape, dtype=self.dtype, device="cpu").copy_(core)
+        host = torch.empty(self.core_shape, dtype=self.dtype, device="cpu").copy_(self.core(tensor))
         return host.reshape(-1).view(torch.uint8)
 
     def rebuild(self, host: Tensor) -> Tensor:
@@ -45,3 +67,91 @@ class Layout:
         core = torch.empty_strided(self.core_shape, self.stride, dtype=self.dtype, device=self.device)
         core.copy_(host.view(self.dtype).view(self.core_shape))
         return core.as_strided(self.shape, self.stride)
+
+
+@dataclass(frozen=True)
+class View:
+    """How a plain tensor shows its storage."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    is_conj: bool
+    is_neg: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> View:
+        return cls(
+            tuple(tensor.shape),
+            tensor.stride(),
+            tensor.storage_offset(),
+            tensor.dtype,
+            tensor.is_conj(),
+            tensor.is_neg(),
+        )
+
+    def on(self, storage: torch.UntypedStorage) -> Tensor:
+        """The tensor that shows `storage` like this."""
+        tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
+        tensor.set_(storage, self.offset, self.shape, self.stride)
+        tensor = torch._conj(tensor) if self.is_conj else tensor
+        return torch._neg_view(tensor) if self.is_neg else tensor
+
+    def covers(self, nbytes: int) -> bool:
+        """Whether it shows each of the `nbytes` bytes of a storage once."""
+        span = 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
+        numel = torch.Size(self.shape).numel()
+        return self.offset == 0 and numel == span and numel * self.dtype.itemsize == nbytes
+
+
+class Parts:
+    """A tensor as plain ones: itself, or those inside a wrapper such as `DTensor`.
+
+    Attributes:
+        tensors: the plain tensors; empty if the tensor is of another kind and cannot be taken apart.
+    """
+
+    def __init__(self, tensors: list[Tensor], build=None):
+        self.tensors = tensors
+        self._build = build
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Parts:
+        if is_plain(tensor):
+            return cls([tensor])
+        # A result that is still on its way (it has trigger_wait) must not be looked into.
+        if not is_traceable_wrapper_subclass(tensor) or hasattr(tensor, "trigger_wait"):
+            return cls([])
+        attributes, context = tensor.__tensor_flatten__()
+        inner = {name: cls.of(getattr(tensor, name)) for name in attributes}
+        if not all(parts.tensors for parts in inner.values()):
+            return cls([])
+        counts = {name: len(parts.tensors) for name, parts in inner.items()}
+        kind, size, stride = type(tensor), tensor.shape, tensor.stride()
+
+        def build(tensors: list[Tensor]) -> Tensor:
+            rest = iter(tensors)
+            made = {
+                name: parts.together([next(rest) for _ in range(counts[name])])
+                for name, parts in inner.items()
+            }
+            return kind.__tensor_unflatten__(made, context, size, stride)
+
+        tensors = [part for parts in inner.values() for part in parts.tensors]
+        for parts in inner.values():
+            parts.tensors = []
+        return cls(tensors, build)
+
+    def together(self, tensors: list[Tensor]) -> Tensor:
+        """The tensor again, made of `tensors`, which are like the parts that it had."""
+        return tensors[0] if self._build is None else self._build(tensors)
+
+
+def emptied(alias: Tensor) -> None:
+    """Makes a detached alias give up its memory, so that only the version counter is shared."""
+    if is_traceable_wrapper_subclass(alias):
+        for name in alias.__tensor_flatten__()[0]:
+            setattr(alias, name, getattr(alias, name).new_empty(0))
+    else:
+        alias.data = alias.new_empty(0)

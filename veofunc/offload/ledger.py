@@ -14,6 +14,7 @@ EVENTS = (
     "kept",
     "deduplicated",
     "moved",
+    "recomputed",
     "restored",
     "restored_again",
     "dropped",

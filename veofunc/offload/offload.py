@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import warnings
-import weakref
-from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._C._autograd import _saved_tensors_hooks_get_disabled_error_message as why_hooks_are_forbidden
-from torch.autograd.graph import saved_tensors_hooks
-from torch.multiprocessing.reductions import StorageWeakRef
 
+from veofunc.offload.call import Call, Settings
 from veofunc.offload.host import HostStore
-from veofunc.offload.layout import Layout
 from veofunc.offload.ledger import Ledger
-from veofunc.offload.policies import ask, is_inside, nothing
-from veofunc.offload.saved import Fate, Handle, Moved, SavedTensor
+from veofunc.offload.policies import is_inside, nothing
+from veofunc.offload.saved import Fate, SavedTensor
 from veofunc.offload.stores import Store
-from veofunc.transform import Transformed, find_model, module_hooks, name_of, some_paths
+from veofunc.transform import Transformed, find_model, matches, name_of, some_paths
 
 __all__ = ["offload"]
-
-PLAIN_TYPES = (Tensor, nn.Parameter, nn.Buffer)
 
 
 def offload(
@@ -35,6 +27,8 @@ def offload(
     model: nn.Module | None = None,
     store: Store | None = None,
     keep: int = 0,
+    prefetch: int = 64 << 20,
+    blocks: str | None = None,
 ) -> Transformed:
     """`fn` with the tensors that autograd saves in it moved to `store` until backward needs them.
 
@@ -80,168 +74,88 @@ def offload(
 
     Source: `torch.autograd.graph.saved_tensors_hooks`; policies after `jax.checkpoint_policies`.
     """
-    if not callable(fn):
-        raise TypeError(f"fn must be callable (a module or a function), got {type(fn).__name__}")
-    model = find_model(fn, model)
-    store = HostStore() if store is None else store
-    _check_options(policy, model, store, keep)
-    ledger = Ledger()
-    follows = model is not None and getattr(policy, "reads_path", True)
-    paths = {module: path for path, module in model.named_modules()} if follows else {}
-    warned = False
+    settings = make_settings(fn, policy, model, store, keep, prefetch, blocks)
+    warned: set[str] = set()
 
     @torch.compiler.disable  # saved-tensor hooks run in Python; compile fn, inside
     def call(*args, **kwargs):
-        nonlocal warned
         if why_hooks_are_forbidden() is not None:
             raise RuntimeError(_under_torch_func(fn))
-        packer = _Packer(policy, store, keep, model, paths, ledger)
-        with packer.active():
+        this = Call(settings)
+        with this.active():
             out = fn(*args, **kwargs)
-        if not warned and policy is not nothing and packer.idle:
-            warned = True
-            warnings.warn(packer.why_idle(), stacklevel=4)
+        for warning in complaints(this):
+            kind = warning.split(":")[0]
+            if kind not in warned:
+                warned.add(kind)
+                warnings.warn(warning, stacklevel=4)
         return out
 
-    return Transformed("offload", fn, call, model=model, exposes={"stats": lambda: ledger.snapshot})
+    return Transformed(
+        "offload", fn, call, model=settings.model, exposes={"stats": lambda: settings.ledger.snapshot}
+    )
 
 
-class _Packer:
-    """One call of a wrapped function: decides about each saved tensor and makes its handle."""
-
-    def __init__(self, policy, store, keep, model, paths, ledger):
-        self.policy, self.store, self.keep, self.ledger = policy, store, keep, ledger
-        self.paths = paths
-        self.owned = _storages_of(model)
-        self.running: list[nn.Module] = []  # the modules whose forward runs now, outermost first
-        self.newest: deque[weakref.ref[Handle]] = deque()  # handles within `keep`
-        self.newest_bytes = 0
-        self.known: dict[tuple, tuple[StorageWeakRef, weakref.ref[Moved]]] = {}
-        self.num_packed = self.num_asked = self.num_offload = self.num_moved = self.num_refused = 0
-
-    @contextlib.contextmanager
-    def active(self) -> Generator[None]:
-        with (
-            module_hooks(self.paths, before=self._enter, after=self._leave),
-            saved_tensors_hooks(self.pack, Handle.restore),
-        ):
-            yield
-
-    def pack(self, tensor: Tensor) -> Handle:
-        plain = _is_plain(tensor)
-        nbytes = Layout.of(tensor).nbytes if plain else tensor.numel() * tensor.element_size()
-        handle = Handle(tensor, nbytes, self.ledger)
-        self.ledger.add("packed", nbytes)
-        self.ledger.add("kept", nbytes)
-        self.num_packed += 1
-        if plain and _is_movable(tensor, nbytes, self.owned) and self._wants(tensor, nbytes):
-            self._hold(handle)
-            self._move_oldest()
-        return handle
-
-    def _wants(self, tensor: Tensor, nbytes: int) -> bool:
-        """Whether the policy offloads `tensor` and the store takes it."""
-        self.num_asked += 1
-        fate = ask(self.policy, self._describe(tensor, nbytes))
-        if fate is Fate.RECOMPUTE:
-            raise ValueError(
-                f"policy {self.policy!r} returned RECOMPUTE, but offload only keeps or offloads; "
-                "recompute a block with torch.utils.checkpoint inside fn"
-            )
-        if fate is Fate.KEEP:
-            return False
-        self.num_offload += 1
-        accepted = self.store.accepts(tensor)
-        self.num_refused += not accepted
-        return accepted
-
-    def _describe(self, tensor: Tensor, nbytes: int) -> SavedTensor:
-        return SavedTensor(
-            path=self.paths[self.running[-1]] if self.running else "",
-            op=tensor.grad_fn.name() if tensor.grad_fn is not None else "",
-            shape=tuple(tensor.shape),
-            dtype=tensor.dtype,
-            device=tensor.device,
-            nbytes=nbytes,
-            index=self.num_packed - 1,
-        )
-
-    def _enter(self, module: nn.Module) -> None:
-        self.running.append(module)
-
-    def _leave(self, module: nn.Module, output) -> None:
-        # Also leaves modules whose forward raised: their hook did not run.
-        while self.running and self.running.pop() is not module:
-            pass
-
-    def _hold(self, handle: Handle) -> None:
-        nbytes = handle.nbytes
-
-        def ended(_) -> None:  # while within `keep`, as its graph is gone: makes room for others
-            self.newest_bytes -= nbytes
-
-        self.newest.append(weakref.ref(handle, ended))
-        self.newest_bytes += nbytes
-
-    def _move_oldest(self) -> None:
-        while self.newest_bytes > self.keep:
-            handle = self.newest.popleft()()
-            if handle is None:
-                continue
-            self.newest_bytes -= handle.nbytes
-            if not handle.changed:  # else backward will raise, and the saved value is lost anyway
-                self._move(handle)
-
-    def _move(self, handle: Handle) -> None:
-        key, storage = _identity(handle.tensor), handle.tensor.untyped_storage()
-        source, moved = self.known.get(key, (None, lambda: None))
-        moved = moved() if source is not None and not source.expired() else None
-        if moved is None:
-            moved = Moved(self.store, handle.tensor, handle.nbytes, self.ledger)
-            self.known[key] = (StorageWeakRef(storage), weakref.ref(moved))
-            self.ledger.add("moved", handle.nbytes)
-            self.num_moved += 1
-        else:
-            self.ledger.add("deduplicated", handle.nbytes)
-        self.ledger.add("kept", -handle.nbytes, count=-1)
-        handle.move(moved)
-
-    @property
-    def idle(self) -> bool:
-        return self.num_packed > 0 and self.num_moved == 0
-
-    def why_idle(self) -> str:
-        if self.num_asked == 0:
-            why = (
-                "all of them are parameters, buffers, or kinds that stay where they are (subclasses, sparse)"
-            )
-        elif self.num_offload == 0:
-            why = f"policy {self.policy!r} offloads none of the {self.num_asked} that are no parameters"
-        elif self.num_refused == self.num_offload:
-            why = (
-                f"{type(self.store).__name__} takes none of the {self.num_offload} that the policy "
-                "offloads (HostStore keeps what is in host memory already; DiskStore takes all)"
-            )
-        else:
-            why = f"all {self.num_offload} that the policy offloads fit into keep={self.keep} bytes"
-        return f"offload moved nothing: {self.num_packed} tensors were saved, and {why}"
-
-
-def _check_options(policy, model, store, keep) -> None:
+def make_settings(
+    fn: Callable,
+    policy: Callable[[SavedTensor], Fate],
+    model: nn.Module | None,
+    store: Store | None,
+    keep: int,
+    prefetch: int,
+    blocks: str | None,
+) -> Settings:
+    """The options of `offload`, checked."""
+    if not callable(fn):
+        raise TypeError(f"fn must be callable (a module or a function), got {type(fn).__name__}")
     if not callable(policy):
         raise TypeError(f"policy must be a function SavedTensor -> Fate, got {policy!r}")
+    store = HostStore() if store is None else store
     if not isinstance(store, Store) or isinstance(store, type):
         raise TypeError(f"store must have the methods of veofunc.Store (accepts, put), got {store!r}")
-    if isinstance(keep, bool) or not isinstance(keep, int) or keep < 0:
-        raise ValueError(f"keep must be an int >= 0 (bytes), got {keep!r}")
+    for option, nbytes in (("keep", keep), ("prefetch", prefetch)):
+        if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 0:
+            raise ValueError(f"{option} must be an int >= 0 (bytes), got {nbytes!r}")
+    model = find_model(fn, model)
     for glob in getattr(policy, "globs", ()):
-        if model is None:
-            raise ValueError(f"policy {policy!r} needs the modules that fn runs: pass model=")
-        if not any(is_inside(path, glob) for path, _ in model.named_modules() if path):
-            raise ValueError(
-                f"glob {glob!r} of policy {policy!r} matches no module of {type(model).__name__}; its paths "
-                f"are {some_paths(model)}"
-            )
+        _check_glob(f"glob {glob!r} of policy {policy!r}", glob, model, is_inside)
+    if blocks is not None and (not isinstance(blocks, str) or not blocks):
+        raise ValueError(f'blocks must be a glob of modules such as "layers.*", got {blocks!r}')
+    if blocks is not None:
+        _check_glob(f"blocks={blocks!r}", blocks, model, matches)
+    elif getattr(policy, "recomputes", False):
+        raise ValueError(
+            f"policy {policy!r} returns RECOMPUTE, for which offload needs blocks=: the modules inside which "
+            'tensors may be recomputed, as in blocks="layers.*"'
+        )
+    follows = model is not None and (blocks is not None or getattr(policy, "reads_path", True))
+    paths = {module: path for path, module in model.named_modules()} if follows else {}
+    inside = None if blocks is None else frozenset(m for m, path in paths.items() if matches(path, blocks))
+    return Settings(policy, store, keep, prefetch, model, paths, inside, Ledger())
+
+
+def _check_glob(what: str, glob: str, model: nn.Module | None, fits: Callable[[str, str], bool]) -> None:
+    if model is None:
+        raise ValueError(f"{what} needs the modules that fn runs: pass model=")
+    if not any(fits(path, glob) for path, _ in model.named_modules() if path):
+        raise ValueError(
+            f"{what} matches no module of {type(model).__name__}; its paths are {some_paths(model)}"
+        )
+
+
+def complaints(call: Call) -> list[str]:
+    """What the user should know about a call that went well."""
+    policy = call.settings.policy
+    missing = sorted(set(getattr(policy, "names", ())) - call.names_given)
+    found = []
+    if call.num_packed and missing:
+        found.append(
+            f"policy {policy!r} asks for names that were not given: {', '.join(missing)}; name tensors with "
+            "veofunc.checkpoint_name(x, name) inside fn"
+        )
+    if call.is_idle and policy is not nothing:
+        found.append(call.why_idle())
+    return found
 
 
 def _under_torch_func(fn: Callable) -> str:
@@ -249,53 +163,4 @@ def _under_torch_func(fn: Callable) -> str:
         f"offload({name_of(fn)}) cannot run inside torch.func.grad, vjp or jacrev: PyTorch forbids "
         "saved-tensor hooks there. Use veofunc.grad or veofunc.grad_and_value, which have the same "
         "signatures and allow them"
-    )
-
-
-def _storages_of(model: nn.Module | None) -> set[int]:
-    if model is None:
-        return set()
-    tensors = itertools.chain(model.parameters(), model.buffers())
-    return {t.untyped_storage()._cdata for t in tensors if _is_plain(t)}
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Whether `tensor` is strided and has elements of its own.
-
-    Subclasses, sparse, nested and quantised tensors and those of a running `vmap` are kept as they are.
-    """
-    return (
-        type(tensor) in PLAIN_TYPES
-        and tensor.layout is torch.strided
-        and not tensor.is_nested
-        and not tensor.is_quantized
-        and tensor.device.type != "meta"
-        and tensor.numel() > 0
-        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-    )
-
-
-def _is_movable(tensor: Tensor, nbytes: int, owned: set[int]) -> bool:
-    """Whether moving a plain `tensor` can free memory.
-
-    Not so for a parameter, a buffer or a view of one, of the model or passed to `fn`, and for a tensor that
-    shows its storage several times over.
-    """
-    storage = tensor.untyped_storage()
-    base = tensor if tensor._base is None else tensor._base
-    is_parameter = storage._cdata in owned or (base.is_leaf and base.requires_grad)
-    return not is_parameter and nbytes <= storage.nbytes()
-
-
-def _identity(tensor: Tensor) -> tuple:
-    """Equal for tensors that show the same bytes in the same way, while their storage lives."""
-    return (
-        tensor.untyped_storage()._cdata,
-        tensor.storage_offset(),
-        tuple(tensor.shape),
-        tensor.stride(),
-        tensor.dtype,
-        tensor._version,
-        tensor.is_conj(),
-        tensor.is_neg(),
     )

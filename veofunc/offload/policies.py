@@ -8,7 +8,7 @@ Source: the shape of `jax.checkpoint_policies`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from veofunc.offload.saved import Fate, SavedTensor
@@ -21,9 +21,35 @@ __all__ = [
     "first_of",
     "in_modules",
     "larger_than",
+    "matmuls",
+    "names",
     "not_",
     "nothing",
+    "recompute",
 ]
+
+
+# The fates, from the one that frees least on the device to the one that frees most.
+STRENGTH = (Fate.KEEP, Fate.RECOMPUTE, Fate.OFFLOAD)
+
+MATMULS = frozenset(
+    (
+        "mm",
+        "addmm",
+        "bmm",
+        "baddbmm",
+        "addbmm",
+        "mv",
+        "addmv",
+        "addr",
+        "dot",
+        "matmul",
+        "linear",
+        "scaled_mm",
+        "grouped_mm",
+        "mkldnn_linear",
+    )
+)
 
 
 @dataclass(frozen=True, repr=False)
@@ -34,14 +60,20 @@ class Policy:
         name: its name, and `arguments` what it was made with: as one would type it.
         decide: the function.
         globs: the module globs anywhere in it.
+        names: the names of tensors anywhere in it.
         reads_path: whether it looks at `path`; if none does, nobody needs to follow the modules.
+        reads_name: whether it looks at `name`; if none does, nobody needs to remember what has none yet.
+        recomputes: whether it may answer RECOMPUTE, which `offload` takes only with `blocks`.
     """
 
     name: str
     arguments: tuple | None
     decide: Callable[[SavedTensor], Fate] = field(compare=False)
     globs: tuple[str, ...] = field(default=(), compare=False)
+    names: tuple[str, ...] = field(default=(), compare=False)
     reads_path: bool = field(default=False, compare=False)
+    reads_name: bool = field(default=False, compare=False)
+    recomputes: bool = field(default=False, compare=False)
 
     def __call__(self, saved: SavedTensor) -> Fate:
         return self.decide(saved)
@@ -49,7 +81,12 @@ class Policy:
     def __repr__(self) -> str:
         if self.arguments is None:
             return self.name
-        return f"{self.name}({', '.join(map(repr, self.arguments))})"
+        arguments = (f"{a[0]}={a[1]!r}" if isinstance(a, Named) else repr(a) for a in self.arguments)
+        return f"{self.name}({', '.join(arguments)})"
+
+
+class Named(tuple):
+    """A keyword and its value, among a policy's arguments."""
 
 
 everything = Policy("everything", None, lambda saved: Fate.OFFLOAD)
@@ -108,13 +145,93 @@ def in_modules(*globs: str) -> Policy:
         "in_modules",
         globs,
         lambda saved: Fate.OFFLOAD if any(is_inside(saved.path, glob) for glob in globs) else Fate.KEEP,
-        globs,
+        globs=globs,
         reads_path=True,
     )
 
 
+recompute = Policy(
+    "recompute", None, lambda saved: Fate.RECOMPUTE if saved.recomputable else Fate.KEEP, recomputes=True
+)
+"""Recompute what can be: what operations in the `blocks` make. Keep the rest, such as what enters them.
+
+>>> import veofunc as vf
+>>> vf.policies.first_of(vf.policies.recompute, vf.policies.everything)  # offload the rest
+first_of(recompute, everything)
+"""
+
+matmuls = Policy(
+    "matmuls",
+    None,
+    lambda saved: Fate.RECOMPUTE if saved.recomputable and not is_matmul(saved.op) else Fate.KEEP,
+    recomputes=True,
+)
+"""Keep the products of matrices (attention among them) and recompute what else the `blocks` make.
+
+`any_of(matmuls, not_(matmuls))` offloads what `matmuls` keeps.
+
+Source: `jax.checkpoint_policies.dots_saveable`.
+"""
+
+
+def is_matmul(op: str) -> bool:
+    """Whether an operation, as `SavedTensor.op` calls it, multiplies matrices."""
+    return op in MATMULS or op.startswith("scaled_dot_product")
+
+
+def names(save: Iterable[str] = (), offload: Iterable[str] = (), recompute: Iterable[str] = ()) -> Policy:
+    """Decide by the names that `veofunc.checkpoint_name` gave.
+
+    What has none of these names is recomputed where that is possible (in `blocks`), and else kept: only
+    these names are saved. If names to `recompute` are given, only those are recomputed.
+
+    Args:
+        save: names of tensors to keep.
+        offload: names of tensors to offload.
+        recompute: names of tensors to recompute.
+
+    Raises:
+        ValueError: no name, an empty one, or one in two of the lists.
+        TypeError: one of the three is no list of names.
+
+    Example:
+        >>> import veofunc as vf
+        >>> vf.policies.names(save=["q", "k"], offload=["attn_out"])
+        names(save=('q', 'k'), offload=('attn_out',))
+
+    Source: `jax.checkpoint_policies.save_and_offload_only_these_names`, `save_anything_except_these_names`.
+    """
+    lists = {"save": save, "offload": offload, "recompute": recompute}
+    for option, given in lists.items():
+        if isinstance(given, str) or not isinstance(given, Iterable):
+            raise TypeError(f"{option} must be a list of names, got {given!r}")
+    lists = {option: tuple(given) for option, given in lists.items()}
+    everything = [name for given in lists.values() for name in given]
+    if not everything or not all(isinstance(name, str) and name for name in everything):
+        raise ValueError(f"names takes one or more non-empty names, got {lists!r}")
+    if len(set(everything)) < len(everything):
+        twice = sorted({name for name in everything if everything.count(name) > 1})
+        raise ValueError(f"each name must be given once, in save, offload or recompute; got twice: {twice}")
+    fates = {name: Fate.KEEP for name in lists["save"]}
+    fates |= {name: Fate.OFFLOAD for name in lists["offload"]}
+    fates |= {name: Fate.RECOMPUTE for name in lists["recompute"]}
+
+    def decide(saved: SavedTensor) -> Fate:
+        rest = Fate.RECOMPUTE if saved.recomputable and not lists["recompute"] else Fate.KEEP
+        return fates.get(saved.name, rest)
+
+    return Policy(
+        "names",
+        tuple(Named((option, given)) for option, given in lists.items() if given),
+        decide,
+        names=tuple(everything),
+        reads_name=True,
+        recomputes=bool(lists["recompute"]),
+    )
+
+
 def any_of(*policies: Callable[[SavedTensor], Fate]) -> Policy:
-    """Offload what any of `policies` offloads; keep the rest.
+    """The most that any of `policies` wants: OFFLOAD before RECOMPUTE before KEEP.
 
     Raises:
         ValueError: no policy.
@@ -129,12 +246,15 @@ def any_of(*policies: Callable[[SavedTensor], Fate]) -> Policy:
     return _combination(
         "any_of",
         policies,
-        lambda saved: Fate.OFFLOAD if any(ask(p, saved) is Fate.OFFLOAD for p in policies) else Fate.KEEP,
+        lambda saved: max((ask(policy, saved) for policy in policies), key=STRENGTH.index),
     )
 
 
 def all_of(*policies: Callable[[SavedTensor], Fate]) -> Policy:
-    """Offload what all of `policies` offload; keep the rest.
+    """The least that all of `policies` want: KEEP before RECOMPUTE before OFFLOAD.
+
+    So a policy that only offloads serves as a condition: `all_of(larger_than(1 << 20), recompute)`
+    recomputes what is larger.
 
     Raises:
         ValueError: no policy.
@@ -149,12 +269,12 @@ def all_of(*policies: Callable[[SavedTensor], Fate]) -> Policy:
     return _combination(
         "all_of",
         policies,
-        lambda saved: Fate.OFFLOAD if all(ask(p, saved) is Fate.OFFLOAD for p in policies) else Fate.KEEP,
+        lambda saved: min((ask(policy, saved) for policy in policies), key=STRENGTH.index),
     )
 
 
 def not_(policy: Callable[[SavedTensor], Fate]) -> Policy:
-    """Keep what `policy` offloads and offload what it keeps.
+    """Offload what `policy` keeps, and keep what it offloads or recomputes.
 
     Raises:
         ValueError: no policy.
@@ -168,7 +288,8 @@ def not_(policy: Callable[[SavedTensor], Fate]) -> Policy:
     return _combination(
         "not_",
         (policy,),
-        lambda saved: Fate.KEEP if ask(policy, saved) is Fate.OFFLOAD else Fate.OFFLOAD,
+        lambda saved: Fate.OFFLOAD if ask(policy, saved) is Fate.KEEP else Fate.KEEP,
+        recomputes=False,
     )
 
 
@@ -210,12 +331,20 @@ def is_inside(path: str, glob: str) -> bool:
     return matches(".".join(path.split(".")[: len(glob.split("."))]), glob)
 
 
-def _combination(name: str, policies: tuple, decide: Callable[[SavedTensor], Fate]) -> Policy:
+def _combination(name: str, policies: tuple, decide: Callable[[SavedTensor], Fate], **flags: bool) -> Policy:
     if not policies:
         raise ValueError(f"{name} takes one or more policies, got none")
     for policy in policies:
         if not callable(policy):
             raise TypeError(f"{name} takes policies (SavedTensor -> Fate), got {policy!r}")
-    globs = tuple(glob for policy in policies for glob in getattr(policy, "globs", ()))
-    reads_path = any(getattr(policy, "reads_path", True) for policy in policies)  # a function may
-    return Policy(name, policies, decide, globs, reads_path)
+    return Policy(
+        name,
+        policies,
+        decide,
+        globs=tuple(glob for policy in policies for glob in getattr(policy, "globs", ())),
+        names=tuple(name for policy in policies for name in getattr(policy, "names", ())),
+        # A function may look at everything. What it answers is checked when it is asked.
+        reads_path=any(getattr(policy, "reads_path", True) for policy in policies),
+        reads_name=any(getattr(policy, "reads_name", True) for policy in policies),
+        **{"recomputes": any(getattr(policy, "recomputes", False) for policy in policies), **flags},
+    )

@@ -3,16 +3,47 @@
 from __future__ import annotations
 
 import enum
+import re
 import time
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from veofunc.offload.ahead import ReadAhead
+from veofunc.offload.layout import Parts, emptied
 from veofunc.offload.ledger import Ledger
 from veofunc.offload.stores import Slot, Store
 
-__all__ = ["Fate", "Handle", "Moved", "SavedTensor"]
+__all__ = ["Fate", "Handle", "Moved", "SavedTensor", "op_of"]
+
+# Autograd nodes of operations that show a tensor's memory in another way.
+VIEWS = frozenset(
+    (
+        "alias",
+        "as_strided",
+        "detach",
+        "diagonal",
+        "expand",
+        "permute",
+        "reshape_alias",
+        "select",
+        "slice",
+        "split",
+        "split_with_sizes",
+        "squeeze",
+        "t",
+        "transpose",
+        "unbind",
+        "unfold",
+        "unsafe_split",
+        "unsafe_view",
+        "unsqueeze",
+        "view",
+        "view_as_real",
+    )
+)
 
 
 class Fate(enum.Enum):
@@ -33,12 +64,17 @@ class SavedTensor:
     Attributes:
         path: path of the innermost module whose forward saves it, as in `model.named_modules()`; `""`
             outside of the model's modules.
-        op: name of the autograd node that made it (`"MmBackward0"`), or `""` if none did.
+        op: the operation that made it, as PyTorch calls it without overloads and outer underscores
+            (`"mm"`, `"gelu"`, `"native_layer_norm"`); views are looked through. `""` if none did: inputs,
+            and results that have no gradient.
         shape: its shape.
         dtype: its dtype.
         device: its device.
         nbytes: bytes of its elements, repetition by `expand` not counted.
         index: how many tensors this call of the wrapped function saved before it.
+        name: what `veofunc.checkpoint_name` called it, if anything.
+        recomputable: whether it can be recomputed: an operation in one of the `blocks` made it. What
+            enters a block from outside cannot.
     """
 
     path: str
@@ -48,37 +84,106 @@ class SavedTensor:
     device: torch.device
     nbytes: int
     index: int
+    name: str | None = None
+    recomputable: bool = False
+
+
+def op_of(tensor: Tensor) -> str:
+    """The operation that made the values of `tensor`, as `SavedTensor.op` calls it."""
+    node = tensor.grad_fn
+    while node is not None:
+        op = _op_of_node(node.name())
+        if op not in VIEWS:
+            return op
+        node = node.next_functions[0][0]
+    return ""
+
+
+def _op_of_node(name: str) -> str:
+    if name.endswith("AccumulateGrad"):
+        return ""
+    camel = re.sub(r"Backward\d*$", "", name)
+    return re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z0-9])(?=[A-Z][a-z])", "_", camel).lower()
 
 
 class Moved:
     """Owns the copy of one tensor in a store. Handles of tensors that are the same tensor share it."""
 
-    __slots__ = ("__weakref__", "_kind", "_ledger", "_slot", "nbytes")
+    __slots__ = (
+        "__weakref__",
+        "_is_ahead",
+        "_kind",
+        "_ledger",
+        "_parts",
+        "_slots",
+        "ahead",
+        "gets",
+        "nbytes",
+    )
 
-    def __init__(self, store: Store, tensor: Tensor, nbytes: int, ledger: Ledger):
-        self._slot: Slot = store.put(tensor)
-        if not isinstance(self._slot, Slot):
-            raise TypeError(f"put of {store!r} must return a slot with a method get, got {self._slot!r}")
+    def __init__(
+        self, store: Store, tensor: Tensor, nbytes: int, ledger: Ledger, ahead: ReadAhead | None = None
+    ):
+        self._parts = Parts.of(tensor)
+        start = time.perf_counter()
+        self._slots = [_put(store, part) for part in self._parts.tensors]
+        ledger.waited(time.perf_counter() - start)
+        self._parts.tensors.clear()
         self._kind = _kind(tensor)
-        self.nbytes, self._ledger = nbytes, ledger
+        self.nbytes, self._ledger, self.ahead = nbytes, ledger, ahead
+        self._is_ahead, self.gets = False, 0
         ledger.add("live", nbytes)
 
+    def prefetch(self) -> int:
+        """Asks the store to bring the tensor back soon; how many bytes that adds to what is on its way."""
+        if self._is_ahead:
+            return 0
+        self._is_ahead = True
+        for slot in self._slots:
+            prefetch = getattr(slot, "prefetch", None)
+            if prefetch is not None:
+                prefetch()
+        return self.nbytes
+
     def get(self) -> Tensor:
+        self._arrived()
+        self.gets += 1
         start = time.perf_counter()
-        tensor = self._slot.get()
+        tensor = self._parts.together([slot.get() for slot in self._slots])
         self._ledger.waited(time.perf_counter() - start)
         if not isinstance(tensor, Tensor) or _kind(tensor) != self._kind:
             got = _kind(tensor) if isinstance(tensor, Tensor) else type(tensor).__name__
             raise RuntimeError(f"the store put away a tensor of {self._kind}, and gave back {got}")
         return tensor
 
+    def _arrived(self) -> None:
+        if self._is_ahead and self.ahead is not None:
+            self._is_ahead = False
+            self.ahead.arrived(self.nbytes)
+
     def __del__(self):
-        if hasattr(self, "_ledger"):  # else the store failed
+        if hasattr(self, "gets"):  # else the store failed
+            self._arrived()
             self._ledger.add("live", -self.nbytes, count=-1)
+
+
+def _put(store: Store, tensor: Tensor) -> Slot:
+    slot = store.put(tensor)
+    if not isinstance(slot, Slot):
+        raise TypeError(f"put of {store!r} must return a slot with a method get, got {slot!r}")
+    return slot
 
 
 def _kind(tensor: Tensor) -> tuple:
     return tuple(tensor.shape), tensor.dtype, tensor.device
+
+
+class Recipe(Protocol):
+    """How to compute a saved tensor again."""
+
+    def recompute(self, handle: Handle) -> None:
+        """Gives `handle` its tensor, by `handle.receive`; others that wait for theirs may get it too."""
+        ...
 
 
 class Handle:
@@ -88,16 +193,33 @@ class Handle:
     tensor that was changed in place after it was saved.
     """
 
-    __slots__ = ("__weakref__", "_ledger", "_moved", "_restored", "_version", "nbytes", "tensor")
+    __slots__ = (
+        "__weakref__",
+        "_ledger",
+        "_moved",
+        "_ready",
+        "_recipe",
+        "_restored",
+        "_version",
+        "ahead",
+        "nbytes",
+        "position",
+        "tensor",
+        "times",
+    )
 
-    def __init__(self, tensor: Tensor, nbytes: int, ledger: Ledger):
+    def __init__(self, tensor: Tensor, nbytes: int, ledger: Ledger, ahead: ReadAhead):
         # A detached alias, because the tensor itself may hold, through its grad_fn, this very handle.
-        # After `move` it is empty and shares only the version counter.
+        # When it is given up it is empty and shares only the version counter.
         self.tensor = tensor.detach()
-        self.nbytes = nbytes
+        self.nbytes, self.ahead = nbytes, ahead
+        self.position = ahead.position
+        self.times = 0  # how often it was restored
         self._version = tensor._version
         self._ledger = ledger
         self._moved: Moved | None = None
+        self._recipe: Recipe | None = None
+        self._ready: Tensor | None = None
         self._restored = False
 
     @property
@@ -105,10 +227,29 @@ class Handle:
         """Whether the tensor was changed in place since it was saved."""
         return self.tensor._version != self._version
 
+    @property
+    def present(self) -> bool:
+        """Whether the tensor itself is still held."""
+        return self._moved is None and self._recipe is None
+
     def move(self, moved: Moved) -> None:
         """Gives the tensor up for its copy, but goes on watching its version counter."""
         self._moved = moved
-        self.tensor.data = self.tensor.new_empty(0)
+        emptied(self.tensor)
+
+    def forget(self, recipe: Recipe) -> None:
+        """Gives the tensor up, as it can be computed again."""
+        self._recipe = recipe
+        emptied(self.tensor)
+
+    def receive(self, tensor: Tensor) -> None:
+        """What was asked for of the recipe."""
+        self._ready = tensor
+
+    @property
+    def waits(self) -> bool:
+        """Whether it would have to be computed if it were asked for."""
+        return self._recipe is not None and self._ready is None
 
     def restore(self) -> Tensor:
         """The saved tensor, for backward.
@@ -116,18 +257,31 @@ class Handle:
         Raises:
             RuntimeError: it was changed in place since.
         """
+        tensor = self.borrow()
+        self._ready = None
+        self.times += 1
+        return tensor
+
+    def borrow(self) -> Tensor:
+        """As `restore`, but for another use before backward comes for it: it stays at hand until then."""
         if self.changed:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace "
                 f"operation: a saved tensor is at version {self.tensor._version}; expected version "
                 f"{self._version}. Clone it before changing it, or use an out-of-place operation"
             )
-        if self._moved is None:
+        self.ahead.reached(self.position, self.times)
+        if self.present:
             return self.tensor
-        tensor = self._moved.get()
-        self._ledger.add("restored_again" if self._restored else "restored", self.nbytes)
-        self._restored = True
-        return tensor
+        ready = self._ready
+        if ready is None and self._moved is not None:
+            ready = self._ready = self._moved.get()
+            self._ledger.add("restored_again" if self._restored else "restored", self.nbytes)
+            self._restored = True
+        elif ready is None:
+            self._recipe.recompute(self)
+            ready = self._ready
+        return ready
 
     def __del__(self):
         if getattr(self, "_moved", None) is not None and not self._restored:

@@ -1,0 +1,434 @@
+"""What one call of an offloaded function does: it decides about each tensor that autograd saves."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import weakref
+from collections import deque
+from collections.abc import Callable, Generator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from torch._C._autograd import _top_saved_tensors_default_hooks
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from veofunc.offload.ahead import ReadAhead
+from veofunc.offload.layout import Layout, Parts, View, is_plain
+from veofunc.offload.ledger import Ledger
+from veofunc.offload.policies import ask
+from veofunc.offload.recompute import Ref, Source, Tape, Value, make_program
+from veofunc.offload.saved import Fate, Handle, Moved, SavedTensor, op_of
+from veofunc.offload.stores import Store
+from veofunc.transform import module_hooks
+
+__all__ = ["Call", "Settings", "checkpoint_name"]
+
+# The calls that run now in this thread, outermost first; `checkpoint_name` tells them.
+running: ContextVar[tuple[Call, ...]] = ContextVar("veofunc_offload_calls", default=())
+
+
+def checkpoint_name(x: Tensor, name: str) -> Tensor:
+    """Names `x` for policies that ask for `SavedTensor.name`, such as `veofunc.policies.names`.
+
+    The name holds for these values in this call of an offloaded function: also where a later operation
+    saves them reshaped or transposed, and not for copies. Outside of one it does nothing.
+
+    Args:
+        x: a tensor of any shape and dtype.
+        name: a non-empty string.
+
+    Returns:
+        `x` itself.
+
+    Raises:
+        TypeError: `x` is no tensor.
+        ValueError: `name` is no non-empty string.
+
+    Example:
+        >>> import tempfile, torch, veofunc as vf
+        >>> def fn(x):
+        ...     return vf.checkpoint_name(x.exp(), "e").sin().sum()
+        >>> fn = vf.offload(fn, vf.policies.names(offload=("e",)), store=vf.DiskStore(tempfile.mkdtemp()))
+        >>> fn(torch.ones(3, requires_grad=True)).backward()
+        >>> int(fn.stats()["count", "packed"]), int(fn.stats()["bytes", "moved"])
+        (2, 12)
+
+    Source: `jax.ad_checkpoint.checkpoint_name`.
+    """
+    if torch.compiler.is_compiling():
+        return x
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x must be a tensor, got {type(x).__name__}")
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"name must be a non-empty string, got {name!r}")
+    for call in running.get():
+        call.name(x, name)
+    return x
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all calls of one offloaded function have in common.
+
+    Attributes:
+        paths: the modules to follow, with their paths; empty if the policy does not ask for them.
+        blocks: the modules inside which tensors may be recomputed; None if there is no such thing.
+    """
+
+    policy: Callable[[SavedTensor], Fate]
+    store: Store
+    keep: int
+    prefetch: int
+    model: nn.Module | None
+    paths: Mapping[nn.Module, str]
+    blocks: frozenset[nn.Module] | None
+    ledger: Ledger
+
+    @property
+    def reads_name(self) -> bool:
+        return getattr(self.policy, "reads_name", True)
+
+
+class Call:
+    """One call of a wrapped function: decides about each saved tensor and makes its handle."""
+
+    is_plain = staticmethod(is_plain)
+
+    def __init__(self, settings: Settings):
+        self.settings, self.ledger = settings, settings.ledger
+        self.owned = _storages_of(settings.model)
+        self.modules: list[nn.Module] = []  # those whose forward runs now, outermost first
+        self.block: nn.Module | None = None  # the outermost of them that is a block
+        self.tape = Tape(self.is_plain)
+        self.in_block: list[tuple[weakref.ref[Handle], SavedTensor, Ref]] = []  # to be decided at its end
+        self.undecided: dict[tuple, list[tuple[weakref.ref[Handle], SavedTensor]]] = {}
+        self.names: dict[tuple, tuple[StorageWeakRef, str]] = {}
+        self.ahead = ReadAhead(settings.prefetch)
+        self.newest: deque[weakref.ref[Handle]] = deque()  # handles within `keep`
+        self.newest_bytes = 0
+        self.known: dict[tuple, tuple[StorageWeakRef, weakref.ref[Moved]]] = {}
+        self.names_given: set[str] = set()
+        self.num_packed = self.num_asked = self.num_offload = self.num_refused = 0
+        self.num_moved = self.num_recomputed = 0
+
+    @contextlib.contextmanager
+    def active(self) -> Generator[None]:
+        pack, unpack = self._hooks(_top_saved_tensors_default_hooks(False))
+        token = running.set((*running.get(), self))
+        try:
+            with (
+                module_hooks(self.settings.paths, before=self._enter, after=self._leave, always=True),
+                saved_tensors_hooks(pack, unpack),
+                contextlib.nullcontext() if self.settings.blocks is None else self.tape,
+            ):
+                yield
+        finally:
+            running.reset(token)
+            self.tape.clear()
+
+    def _hooks(self, outer: tuple | None) -> tuple[Callable, Callable]:
+        """Pack and unpack; chained onto those of a `torch.utils.checkpoint` that this call runs in."""
+        kind = getattr(outer[0], "__qualname__", "").split(".")[0] if outer is not None else ""
+        if kind == "_checkpoint_hook":  # its forward, where nothing is saved yet
+            return outer[0], lambda packed: _embodied(outer[1](packed))
+        if kind == "_recomputation_hook":  # its second forward, which holds what is saved until backward
+
+            def pack(tensor: Tensor) -> object:
+                handle = self.pack(tensor)
+                return outer[0](_ghost(tensor, handle) if self.is_plain(tensor) else tensor)
+
+            return pack, lambda packed: _embodied(outer[1](packed))
+        return self.pack, Handle.restore
+
+    def pack(self, tensor: Tensor) -> Handle:
+        with self.tape.paused():
+            handle = self._handle(tensor, self._nbytes(tensor))
+            if self._is_movable(tensor):
+                self._decide_or_wait(handle, tensor)
+            return handle
+
+    def name(self, tensor: Tensor, name: str) -> None:
+        """`tensor` has that name from now on, also where it was saved already."""
+        self.names_given.add(name)
+        with self.tape.paused():
+            for part in Parts.of(tensor).tensors:
+                self.names[_place(part)] = (StorageWeakRef(part.untyped_storage()), name)
+                for weak, saved in self.undecided.pop(_place(part), ()):
+                    handle = weak()
+                    if handle is not None and handle.present:
+                        self._decide(handle, replace(saved, name=name))
+            if self.block is not None and self.is_plain(tensor):
+                value = self.tape.ref(tensor).value
+                if value.saved is not None:
+                    value.saved = replace(value.saved, name=name)
+                    value.hold(tensor)
+            self._move_oldest()
+
+    # What the tape tells.
+
+    def entered(self, value: Value, tensor: Tensor) -> None:
+        if self.is_plain(tensor) and self._is_movable(tensor):
+            value.saved = self._describe(tensor, op_of(tensor))
+
+    def made(self, value: Value, tensor: Tensor, op: str) -> bool:
+        value.saved = replace(self._describe(tensor, op), recomputable=True)
+        return self._ask(value.saved) is not Fate.RECOMPUTE
+
+    # Fates.
+
+    def _handle(self, tensor: Tensor, nbytes: int) -> Handle:
+        self.num_packed += 1
+        self.ledger.add("packed", nbytes)
+        self.ledger.add("kept", nbytes)
+        return Handle(tensor, nbytes, self.ledger, self.ahead)
+
+    def _decide_or_wait(self, handle: Handle, tensor: Tensor) -> None:
+        saved = self._describe(tensor, op_of(tensor))
+        if self.block is not None and self.is_plain(tensor):
+            self.in_block.append((weakref.ref(handle), saved, self.tape.ref(tensor)))
+        elif self._decide(handle, saved) is Fate.KEEP and self.settings.reads_name:
+            for part in Parts.of(tensor).tensors:
+                self.undecided.setdefault(_place(part), []).append((weakref.ref(handle), saved))
+        else:
+            self._move_oldest()
+
+    def _decide(self, handle: Handle, saved: SavedTensor) -> Fate:
+        fate = self._fate(handle.tensor, saved)
+        if fate is Fate.OFFLOAD:
+            self._hold(handle)
+        return fate
+
+    def _fate(self, tensor: Tensor, saved: SavedTensor) -> Fate:
+        """What the policy wants, as far as it can be had."""
+        self.num_asked += 1
+        fate = self._ask(saved)
+        if fate is Fate.RECOMPUTE and not saved.recomputable:
+            return Fate.KEEP
+        if fate is Fate.OFFLOAD:
+            self.num_offload += 1
+            if not all(self.settings.store.accepts(part) for part in self._parts(tensor)):
+                self.num_refused += 1
+                return Fate.KEEP
+        return fate
+
+    def _ask(self, saved: SavedTensor) -> Fate:
+        fate = ask(self.settings.policy, saved)
+        if fate is Fate.RECOMPUTE and self.settings.blocks is None:
+            raise ValueError(
+                f"policy {self.settings.policy!r} returned RECOMPUTE, but offload was made without blocks=: "
+                'name the modules inside which tensors may be recomputed, as in blocks="layers.*"'
+            )
+        return fate
+
+    def _describe(self, tensor: Tensor, op: str) -> SavedTensor:
+        return SavedTensor(
+            path=self.settings.paths[self.modules[-1]] if self.modules else "",
+            op=op,
+            shape=tuple(tensor.shape),
+            dtype=tensor.dtype,
+            device=tensor.device,
+            nbytes=self._nbytes(tensor),
+            index=self.num_packed - 1,
+            name=self._name_of(tensor),
+        )
+
+    def _name_of(self, tensor: Tensor) -> str | None:
+        if not self.names:
+            return None
+        names = [self.names[_place(part)][1] for part in self._parts(tensor) if _place(part) in self.names]
+        return names[0] if names else None
+
+    # Blocks.
+
+    def _enter(self, module: nn.Module) -> None:
+        self.modules.append(module)
+        if self.block is None and self.settings.blocks is not None and module in self.settings.blocks:
+            self.block = module
+            self.tape.start(self)
+
+    def _leave(self, module: nn.Module, output: object) -> None:
+        left = self.modules.pop()
+        if left is self.block and left not in self.modules:
+            self._end_block()
+
+    def _end_block(self) -> None:
+        """Decides about what was saved in the block, and about what that is computed from."""
+        self.block = None
+        self.tape.recording = False
+        pending, self.in_block = self.in_block, []
+        unsound = self.tape.unsound()
+        sources: dict[Value, list[Source]] = {}
+        wanted: list[tuple[Handle, Ref]] = []
+        moving: list[Handle] = []
+        for weak, saved, ref in pending:
+            handle = weak()
+            if handle is None or handle.changed:
+                continue
+            recomputable = ref.value.node is not None and ref.value not in unsound
+            name = self._name_of(handle.tensor)
+            fate = self._fate(handle.tensor, replace(saved, recomputable=recomputable, name=name))
+            if fate is Fate.RECOMPUTE:
+                wanted.append((handle, ref))
+                continue
+            is_whole = fate is Fate.KEEP or ref.view.covers(handle.tensor.untyped_storage().nbytes())
+            sources.setdefault(ref.value, []).append(Source(handle, ref.view, is_whole, is_lent=True))
+            if fate is Fate.OFFLOAD:
+                moving.append(handle)
+
+        def hold(value: Value) -> Source | None:
+            tensor, view = value.tensor, View.of(value.tensor)
+            if value.saved is None:  # a parameter, or another that is never moved
+                handle = Handle(tensor, self._nbytes(tensor), self.ledger, self.ahead)
+                return Source(handle, view, is_whole=True, is_lent=False)
+            fate = self._fate(tensor, value.saved)
+            if fate is Fate.RECOMPUTE:
+                return None
+            handle = self._handle(tensor, self._nbytes(tensor))
+            if fate is Fate.OFFLOAD and view.covers(tensor.untyped_storage().nbytes()):
+                moving.append(handle)
+            return Source(handle, view, is_whole=True, is_lent=False)
+
+        if wanted:
+            make_program(self.tape.nodes, sources, wanted, hold)
+        self.tape.clear()
+        for handle, _ in wanted:
+            self.num_recomputed += 1
+            self.ledger.add("kept", -handle.nbytes, count=-1)
+            self.ledger.add("recomputed", handle.nbytes)
+        for handle in moving:
+            self._hold(handle)
+        self._move_oldest()
+        for weak, _, _ in pending:
+            handle = weak()
+            if handle is not None and handle.present | handle.waits:
+                handle.position = self.ahead.position
+
+    # Moving.
+
+    def _hold(self, handle: Handle) -> None:
+        nbytes = handle.nbytes
+
+        def ended(_) -> None:  # while within `keep`, as its graph is gone: makes room for others
+            self.newest_bytes -= nbytes
+
+        self.newest.append(weakref.ref(handle, ended))
+        self.newest_bytes += nbytes
+
+    def _move_oldest(self) -> None:
+        while self.newest_bytes > self.settings.keep:
+            handle = self.newest.popleft()()
+            if handle is None:
+                continue
+            self.newest_bytes -= handle.nbytes
+            if not handle.changed:  # else backward will raise, and the saved value is lost anyway
+                self._move(handle)
+
+    def _move(self, handle: Handle) -> None:
+        key, storage = _identity(handle.tensor), handle.tensor.untyped_storage()
+        source, moved = self.known.get(key, (None, lambda: None))
+        moved = moved() if source is not None and not source.expired() else None
+        handle.position = self.ahead.position
+        if moved is None:
+            moved = Moved(self.settings.store, handle.tensor, handle.nbytes, self.ledger, self.ahead)
+            self.known[key] = (StorageWeakRef(storage), weakref.ref(moved))
+            self.ahead.add(moved)
+            self.ledger.add("moved", handle.nbytes)
+            self.num_moved += 1
+        else:
+            self.ledger.add("deduplicated", handle.nbytes)
+        self.ledger.add("kept", -handle.nbytes, count=-1)
+        handle.move(moved)
+
+    # What tensors are.
+
+    def _parts(self, tensor: Tensor) -> list[Tensor]:
+        return [tensor] if self.is_plain(tensor) else Parts.of(tensor).tensors
+
+    def _nbytes(self, tensor: Tensor) -> int:
+        parts = self._parts(tensor)
+        return (
+            sum(Layout.of(part).nbytes for part in parts) if parts else tensor.numel() * tensor.element_size()
+        )
+
+    def _is_movable(self, tensor: Tensor) -> bool:
+        """Whether moving `tensor` can free memory.
+
+        Not so for a parameter, a buffer or a view of one, of the model or passed to `fn`, and for a tensor
+        that shows its storage several times over.
+        """
+        base = tensor if tensor._base is None else tensor._base
+        if base.is_leaf and base.requires_grad:
+            return False
+        parts = self._parts(tensor)
+        return bool(parts) and not any(
+            part.untyped_storage()._cdata in self.owned
+            or Layout.of(part).nbytes > part.untyped_storage().nbytes()
+            for part in parts
+        )
+
+    # Whether anything came of it.
+
+    @property
+    def is_idle(self) -> bool:
+        return self.num_packed > 0 and self.num_moved + self.num_recomputed == 0
+
+    def why_idle(self) -> str:
+        policy, store = self.settings.policy, type(self.settings.store).__name__
+        if self.num_asked == 0:
+            why = (
+                "all of them are parameters, buffers, or kinds that stay where they are (sparse, quantised, "
+                "subclasses that cannot be taken apart)"
+            )
+        elif self.num_offload == 0:
+            why = f"policy {policy!r} offloads none of the {self.num_asked} that are no parameters"
+        elif self.num_refused == self.num_offload:
+            why = (
+                f"{store} takes none of the {self.num_offload} that the policy offloads (HostStore keeps "
+                "what is in host memory already; DiskStore takes all)"
+            )
+        else:
+            why = f"all {self.num_offload} that the policy offloads fit into keep={self.settings.keep} bytes"
+        return f"offload moved nothing: {self.num_packed} tensors were saved, and {why}"
+
+
+def _storages_of(model: nn.Module | None) -> set[int]:
+    if model is None:
+        return set()
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    return {part.untyped_storage()._cdata for tensor in tensors for part in Parts.of(tensor).tensors}
+
+
+def _place(part: Tensor) -> tuple:
+    """Equal for tensors that show the same bytes in one piece, in whatever shape."""
+    size = part.element_size()
+    return part.untyped_storage()._cdata, part.storage_offset() * size, part.numel() * size
+
+
+def _identity(tensor: Tensor) -> tuple:
+    """Equal for tensors that show the same bytes in the same way, while their storage lives."""
+    return (
+        tensor.untyped_storage()._cdata,
+        tensor.storage_offset(),
+        tuple(tensor.shape),
+        tensor.stride(),
+        tensor.dtype,
+        tensor._version,
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
+
+
+def _ghost(tensor: Tensor, handle: Handle) -> Tensor:
+    """Looks like `tensor`, has one element, and leads to `handle`."""
+    ghost = tensor.new_zeros(()).expand(tensor.shape)
+    ghost._veofunc_handle = handle
+    return ghost
+
+
+def _embodied(tensor: Tensor) -> Tensor:
+    handle = getattr(tensor, "_veofunc_handle", None)
+    return tensor if handle is None else handle.restore()
