@@ -17,6 +17,7 @@ from veofunc.offload.call import checkpoint_name
 from veofunc.offload.disk import DiskStore
 from veofunc.offload.host import HostStore
 from veofunc.offload.offload import offload
+from veofunc.offload.plan import Plan, plan_offload
 from veofunc.offload.saved import Fate, SavedTensor
 from veofunc.offload.stores import Store
 from veofunc.router.detect import Router, find_routers
@@ -31,6 +32,7 @@ __all__ = [
     "DiskStore",
     "Fate",
     "HostStore",
+    "Plan",
     "Router",
     "SavedTensor",
     "Store",
@@ -48,6 +50,7 @@ __all__ = [
     "monitor_router",
     "offload",
     "packing",
+    "plan_offload",
     "policies",
     "router_heatmap",
     "router_metrics",

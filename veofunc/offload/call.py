@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 
@@ -19,13 +20,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from veofunc.offload.ahead import ReadAhead
 from veofunc.offload.layout import Layout, Parts, View, is_plain
 from veofunc.offload.ledger import Ledger
-from veofunc.offload.policies import ask
+from veofunc.offload.policy import ask
 from veofunc.offload.recompute import Ref, Source, Tape, Value, make_program
 from veofunc.offload.saved import Fate, Handle, Moved, SavedTensor, op_of
 from veofunc.offload.stores import Store
 from veofunc.transform import module_hooks
 
 __all__ = ["Call", "Settings", "checkpoint_name"]
+
+GHOST_OF = "_veofunc_handle"
 
 # The calls that run now in this thread, outermost first; `checkpoint_name` tells them.
 running: ContextVar[tuple[Call, ...]] = ContextVar("veofunc_offload_calls", default=())
@@ -132,21 +135,27 @@ class Call:
 
     def _hooks(self, outer: tuple | None) -> tuple[Callable, Callable]:
         """Pack and unpack; chained onto those of a `torch.utils.checkpoint` that this call runs in."""
-        kind = getattr(outer[0], "__qualname__", "").split(".")[0] if outer is not None else ""
+        if outer is None:
+            return self.pack, Handle.restore
+        outer_pack, outer_unpack = outer
+
+        def unpack(packed: object) -> Tensor:
+            return _embodied(outer_unpack(packed))
+
+        def pack_ghost(tensor: Tensor) -> object:
+            handle = self.pack(tensor)
+            return outer_pack(_ghost(tensor, handle) if self.is_plain(tensor) else tensor)
+
+        kind = getattr(outer_pack, "__qualname__", "").split(".")[0]
         if kind == "_checkpoint_hook":  # its forward, where nothing is saved yet
-            return outer[0], lambda packed: _embodied(outer[1](packed))
+            return outer_pack, unpack
         if kind == "_recomputation_hook":  # its second forward, which holds what is saved until backward
-
-            def pack(tensor: Tensor) -> object:
-                handle = self.pack(tensor)
-                return outer[0](_ghost(tensor, handle) if self.is_plain(tensor) else tensor)
-
-            return pack, lambda packed: _embodied(outer[1](packed))
+            return pack_ghost, unpack
         return self.pack, Handle.restore
 
     def pack(self, tensor: Tensor) -> Handle:
         with self.tape.paused():
-            handle = self._handle(tensor, self._nbytes(tensor))
+            handle = self._handle(tensor)
             if self._is_movable(tensor):
                 self._decide_or_wait(handle, tensor)
             return handle
@@ -155,7 +164,7 @@ class Call:
         """`tensor` has that name from now on, also where it was saved already."""
         self.names_given.add(name)
         with self.tape.paused():
-            for part in Parts.of(tensor).tensors:
+            for part in self._parts(tensor):
                 self.names[_place(part)] = (StorageWeakRef(part.untyped_storage()), name)
                 for weak, saved in self.undecided.pop(_place(part), ()):
                     handle = weak()
@@ -180,7 +189,8 @@ class Call:
 
     # Fates.
 
-    def _handle(self, tensor: Tensor, nbytes: int) -> Handle:
+    def _handle(self, tensor: Tensor, saved: SavedTensor | None = None) -> Handle:
+        nbytes = self._nbytes(tensor)
         self.num_packed += 1
         self.ledger.add("packed", nbytes)
         self.ledger.add("kept", nbytes)
@@ -191,7 +201,7 @@ class Call:
         if self.block is not None and self.is_plain(tensor):
             self.in_block.append((weakref.ref(handle), saved, self.tape.ref(tensor)))
         elif self._decide(handle, saved) is Fate.KEEP and self.settings.reads_name:
-            for part in Parts.of(tensor).tensors:
+            for part in self._parts(tensor):
                 self.undecided.setdefault(_place(part), []).append((weakref.ref(handle), saved))
         else:
             self._move_oldest()
@@ -260,17 +270,34 @@ class Call:
         self.block = None
         self.tape.recording = False
         pending, self.in_block = self.in_block, []
+        moving: list[Handle] = []
+        sources, wanted = self._sorted(pending, moving)
+        if wanted:
+            make_program(self.tape.nodes, sources, wanted, functools.partial(self._start_at, moving))
+        self.tape.clear()
+        for handle, _ in wanted:
+            self._given_up(handle)
+        for handle in moving:
+            self._hold(handle)
+        self._move_oldest()
+        for weak, _, _ in pending:
+            handle = weak()
+            if handle is not None and not handle.is_moved:
+                handle.position = self.ahead.position
+
+    def _sorted(
+        self, pending: Sequence[tuple[weakref.ref[Handle], SavedTensor, Ref]], moving: list[Handle]
+    ) -> tuple[dict[Value, list[Source]], list[tuple[Handle, Ref]]]:
+        """What will be there in backward, and what must be computed; adds what is offloaded to `moving`."""
         unsound = self.tape.unsound()
         sources: dict[Value, list[Source]] = {}
-        wanted: list[tuple[Handle, Ref]] = []
-        moving: list[Handle] = []
+        wanted = []
         for weak, saved, ref in pending:
             handle = weak()
             if handle is None or handle.changed:
                 continue
             recomputable = ref.value.node is not None and ref.value not in unsound
-            name = self._name_of(handle.tensor)
-            fate = self._fate(handle.tensor, replace(saved, recomputable=recomputable, name=name))
+            fate = self._fate(handle.tensor, self._known_late(handle, saved, ref, recomputable))
             if fate is Fate.RECOMPUTE:
                 wanted.append((handle, ref))
                 continue
@@ -278,34 +305,33 @@ class Call:
             sources.setdefault(ref.value, []).append(Source(handle, ref.view, is_whole, is_lent=True))
             if fate is Fate.OFFLOAD:
                 moving.append(handle)
+        return sources, wanted
 
-        def hold(value: Value) -> Source | None:
-            tensor, view = value.tensor, View.of(value.tensor)
-            if value.saved is None:  # a parameter, or another that is never moved
-                handle = Handle(tensor, self._nbytes(tensor), self.ledger, self.ahead)
-                return Source(handle, view, is_whole=True, is_lent=False)
-            fate = self._fate(tensor, value.saved)
-            if fate is Fate.RECOMPUTE:
-                return None
-            handle = self._handle(tensor, self._nbytes(tensor))
-            if fate is Fate.OFFLOAD and view.covers(tensor.untyped_storage().nbytes()):
-                moving.append(handle)
+    def _known_late(self, handle: Handle, saved: SavedTensor, ref: Ref, recomputable: bool) -> SavedTensor:
+        """`saved` with what is known at the end of its block only."""
+        op = saved.op if saved.op or ref.value.node is None else ref.value.node.op
+        return replace(saved, op=op, name=self._name_of(handle.tensor), recomputable=recomputable)
+
+    def _start_at(self, moving: list[Handle], value: Value) -> Source | None:
+        """`value` as something to compute from, kept or offloaded; None if it shall be computed too."""
+        tensor = value.tensor
+        assert tensor is not None, "only a value that is held can be started at"
+        view = View.of(tensor)
+        if value.saved is None:  # a parameter, or another that is never moved
+            handle = Handle(tensor, self._nbytes(tensor), self.ledger, self.ahead)
             return Source(handle, view, is_whole=True, is_lent=False)
+        fate = self._fate(tensor, value.saved)
+        if fate is Fate.RECOMPUTE:
+            return None
+        handle = self._handle(tensor, value.saved)
+        if fate is Fate.OFFLOAD and view.covers(tensor.untyped_storage().nbytes()):
+            moving.append(handle)
+        return Source(handle, view, is_whole=True, is_lent=False)
 
-        if wanted:
-            make_program(self.tape.nodes, sources, wanted, hold)
-        self.tape.clear()
-        for handle, _ in wanted:
-            self.num_recomputed += 1
-            self.ledger.add("kept", -handle.nbytes, count=-1)
-            self.ledger.add("recomputed", handle.nbytes)
-        for handle in moving:
-            self._hold(handle)
-        self._move_oldest()
-        for weak, _, _ in pending:
-            handle = weak()
-            if handle is not None and handle.present | handle.waits:
-                handle.position = self.ahead.position
+    def _given_up(self, handle: Handle) -> None:
+        self.num_recomputed += 1
+        self.ledger.add("kept", -handle.nbytes, count=-1)
+        self.ledger.add("recomputed", handle.nbytes)
 
     # Moving.
 
@@ -425,10 +451,10 @@ def _identity(tensor: Tensor) -> tuple:
 def _ghost(tensor: Tensor, handle: Handle) -> Tensor:
     """Looks like `tensor`, has one element, and leads to `handle`."""
     ghost = tensor.new_zeros(()).expand(tensor.shape)
-    ghost._veofunc_handle = handle
+    setattr(ghost, GHOST_OF, handle)
     return ghost
 
 
 def _embodied(tensor: Tensor) -> Tensor:
-    handle = getattr(tensor, "_veofunc_handle", None)
+    handle = getattr(tensor, GHOST_OF, None)
     return tensor if handle is None else handle.restore()

@@ -12,7 +12,8 @@ from torch._C._autograd import _saved_tensors_hooks_get_disabled_error_message a
 from veofunc.offload.call import Call, Settings
 from veofunc.offload.host import HostStore
 from veofunc.offload.ledger import Ledger
-from veofunc.offload.policies import is_inside, nothing
+from veofunc.offload.policies import nothing
+from veofunc.offload.policy import is_inside
 from veofunc.offload.saved import Fate, SavedTensor
 from veofunc.offload.stores import Store
 from veofunc.transform import Transformed, find_model, matches, name_of, some_paths

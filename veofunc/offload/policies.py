@@ -9,14 +9,19 @@ Source: the shape of `jax.checkpoint_policies`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from math import inf
+from typing import TYPE_CHECKING
 
+from veofunc.offload.policy import STRENGTH, Named, Policy, ask, combination, is_inside
 from veofunc.offload.saved import Fate, SavedTensor
-from veofunc.transform import matches
+
+if TYPE_CHECKING:
+    from veofunc.offload.plan import Plan
 
 __all__ = [
     "all_of",
     "any_of",
+    "budget",
     "everything",
     "first_of",
     "in_modules",
@@ -27,66 +32,6 @@ __all__ = [
     "nothing",
     "recompute",
 ]
-
-
-# The fates, from the one that frees least on the device to the one that frees most.
-STRENGTH = (Fate.KEEP, Fate.RECOMPUTE, Fate.OFFLOAD)
-
-MATMULS = frozenset(
-    (
-        "mm",
-        "addmm",
-        "bmm",
-        "baddbmm",
-        "addbmm",
-        "mv",
-        "addmv",
-        "addr",
-        "dot",
-        "matmul",
-        "linear",
-        "scaled_mm",
-        "grouped_mm",
-        "mkldnn_linear",
-    )
-)
-
-
-@dataclass(frozen=True, repr=False)
-class Policy:
-    """A named policy.
-
-    Attributes:
-        name: its name, and `arguments` what it was made with: as one would type it.
-        decide: the function.
-        globs: the module globs anywhere in it.
-        names: the names of tensors anywhere in it.
-        reads_path: whether it looks at `path`; if none does, nobody needs to follow the modules.
-        reads_name: whether it looks at `name`; if none does, nobody needs to remember what has none yet.
-        recomputes: whether it may answer RECOMPUTE, which `offload` takes only with `blocks`.
-    """
-
-    name: str
-    arguments: tuple | None
-    decide: Callable[[SavedTensor], Fate] = field(compare=False)
-    globs: tuple[str, ...] = field(default=(), compare=False)
-    names: tuple[str, ...] = field(default=(), compare=False)
-    reads_path: bool = field(default=False, compare=False)
-    reads_name: bool = field(default=False, compare=False)
-    recomputes: bool = field(default=False, compare=False)
-
-    def __call__(self, saved: SavedTensor) -> Fate:
-        return self.decide(saved)
-
-    def __repr__(self) -> str:
-        if self.arguments is None:
-            return self.name
-        arguments = (f"{a[0]}={a[1]!r}" if isinstance(a, Named) else repr(a) for a in self.arguments)
-        return f"{self.name}({', '.join(arguments)})"
-
-
-class Named(tuple):
-    """A keyword and its value, among a policy's arguments."""
 
 
 everything = Policy("everything", None, lambda saved: Fate.OFFLOAD)
@@ -148,6 +93,26 @@ def in_modules(*globs: str) -> Policy:
         globs=globs,
         reads_path=True,
     )
+
+
+MATMULS = frozenset(
+    (
+        "mm",
+        "addmm",
+        "bmm",
+        "baddbmm",
+        "addbmm",
+        "mv",
+        "addmv",
+        "addr",
+        "dot",
+        "matmul",
+        "linear",
+        "scaled_mm",
+        "grouped_mm",
+        "mkldnn_linear",
+    )
+)
 
 
 recompute = Policy(
@@ -230,6 +195,79 @@ def names(save: Iterable[str] = (), offload: Iterable[str] = (), recompute: Iter
     )
 
 
+def budget(
+    plan: Plan, *, bytes_per_second: float, flops_per_second: float, nbytes: int | None = None
+) -> Policy:
+    """Of what a plan offloads, offload as much as can be copied while forward computes; keep the rest.
+
+    The oldest tensors come first: they would be held longest. Each is taken if its copy, after those before
+    it, ends before the forward pass does; backward takes longer, so its copies hide then too. Tensors are
+    recognised by `index`, `path` and `op`, so plan the function that will run.
+
+    Args:
+        plan: from `veofunc.plan_offload(fn, everything, ...)`, or with another policy to choose from.
+        bytes_per_second: what the link copies one way, measured.
+        flops_per_second: what the device achieves on the whole forward pass, measured: `plan.flops` over the
+            seconds of one.
+        nbytes: the most bytes to offload; by default no limit.
+
+    Raises:
+        ValueError: a rate is not a finite number above 0, or `nbytes` not an int of at least 0.
+        TypeError: `plan` is no plan.
+
+    Example:
+        >>> import tempfile, torch, veofunc as vf
+        >>> model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+        >>> store = vf.DiskStore(tempfile.mkdtemp())
+        >>> plan = vf.plan_offload(model, vf.policies.everything, store=store)(torch.ones(32, 64))
+        >>> policy = vf.policies.budget(plan, bytes_per_second=1e9, flops_per_second=1e11)
+        >>> policy
+        budget(plan, bytes_per_second=1000000000.0, flops_per_second=100000000000.0)
+        >>> vf.plan_offload(model, policy, store=store)(torch.ones(32, 64)).count["moved"]
+        0
+
+    Source: the condition that a copy hides behind compute, as in SSDTrain (arXiv 2408.10013).
+    """
+    if not hasattr(plan, "tensors"):
+        raise TypeError(f"plan must come from veofunc.plan_offload(...)(...), got {type(plan).__name__}")
+    for option, rate in (("bytes_per_second", bytes_per_second), ("flops_per_second", flops_per_second)):
+        if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate < inf:
+            raise ValueError(f"{option} must be a finite number > 0, got {rate!r}")
+    if nbytes is not None and (isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 0):
+        raise ValueError(f"nbytes must be an int >= 0 (bytes) or None, got {nbytes!r}")
+    fates, free_at, left = {}, 0.0, inf if nbytes is None else nbytes
+    for tensor in plan.tensors:
+        saved, fate = tensor.saved, tensor.fate
+        if fate is Fate.OFFLOAD and not tensor.is_shared:
+            done_at = max(free_at, tensor.flops / flops_per_second) + saved.nbytes / bytes_per_second
+            if done_at <= plan.flops / flops_per_second and saved.nbytes <= left:
+                free_at, left = done_at, left - saved.nbytes
+            else:
+                fate = Fate.KEEP
+        fates[_key(saved)] = fate
+
+    def decide(saved: SavedTensor) -> Fate:
+        return fates.get(_key(saved), Fate.RECOMPUTE if saved.recomputable else Fate.KEEP)
+
+    rates = (
+        ("bytes_per_second", bytes_per_second),
+        ("flops_per_second", flops_per_second),
+        ("nbytes", nbytes),
+    )
+    return Policy(
+        "budget",
+        (Named(("plan",)), *(Named(pair) for pair in rates if pair[1] is not None)),
+        decide,
+        data=frozenset(fates.items()),
+        reads_path=True,
+        recomputes=Fate.RECOMPUTE in fates.values(),
+    )
+
+
+def _key(saved: SavedTensor) -> tuple[int, str, str]:
+    return saved.index, saved.path, saved.op
+
+
 def any_of(*policies: Callable[[SavedTensor], Fate]) -> Policy:
     """The most that any of `policies` wants: OFFLOAD before RECOMPUTE before KEEP.
 
@@ -243,7 +281,7 @@ def any_of(*policies: Callable[[SavedTensor], Fate]) -> Policy:
         >>> p.any_of(p.in_modules("head"), p.larger_than(1024))
         any_of(in_modules('head'), larger_than(1024))
     """
-    return _combination(
+    return combination(
         "any_of",
         policies,
         lambda saved: max((ask(policy, saved) for policy in policies), key=STRENGTH.index),
@@ -266,7 +304,7 @@ def all_of(*policies: Callable[[SavedTensor], Fate]) -> Policy:
         >>> p.all_of(p.in_modules("layers.*"), p.larger_than(1024))
         all_of(in_modules('layers.*'), larger_than(1024))
     """
-    return _combination(
+    return combination(
         "all_of",
         policies,
         lambda saved: min((ask(policy, saved) for policy in policies), key=STRENGTH.index),
@@ -285,7 +323,7 @@ def not_(policy: Callable[[SavedTensor], Fate]) -> Policy:
         >>> vf.policies.not_(vf.policies.in_modules("head"))
         not_(in_modules('head'))
     """
-    return _combination(
+    return combination(
         "not_",
         (policy,),
         lambda saved: Fate.OFFLOAD if ask(policy, saved) is Fate.KEEP else Fate.KEEP,
@@ -311,40 +349,4 @@ def first_of(*policies: Callable[[SavedTensor], Fate]) -> Policy:
         answers = (ask(policy, saved) for policy in policies)
         return next((fate for fate in answers if fate is not Fate.KEEP), Fate.KEEP)
 
-    return _combination("first_of", policies, decide)
-
-
-def ask(policy: Callable[[SavedTensor], Fate], saved: SavedTensor) -> Fate:
-    """What `policy` says about `saved`.
-
-    Raises:
-        TypeError: it says something else than a `Fate`.
-    """
-    fate = policy(saved)
-    if not isinstance(fate, Fate):
-        raise TypeError(f"policy {policy!r} must return a veofunc.Fate, got {fate!r}")
-    return fate
-
-
-def is_inside(path: str, glob: str) -> bool:
-    """Whether `path` is a module that `glob` matches, or lies inside one."""
-    return matches(".".join(path.split(".")[: len(glob.split("."))]), glob)
-
-
-def _combination(name: str, policies: tuple, decide: Callable[[SavedTensor], Fate], **flags: bool) -> Policy:
-    if not policies:
-        raise ValueError(f"{name} takes one or more policies, got none")
-    for policy in policies:
-        if not callable(policy):
-            raise TypeError(f"{name} takes policies (SavedTensor -> Fate), got {policy!r}")
-    return Policy(
-        name,
-        policies,
-        decide,
-        globs=tuple(glob for policy in policies for glob in getattr(policy, "globs", ())),
-        names=tuple(name for policy in policies for name in getattr(policy, "names", ())),
-        # A function may look at everything. What it answers is checked when it is asked.
-        reads_path=any(getattr(policy, "reads_path", True) for policy in policies),
-        reads_name=any(getattr(policy, "reads_name", True) for policy in policies),
-        **{"recomputes": any(getattr(policy, "recomputes", False) for policy in policies), **flags},
-    )
+    return combination("first_of", policies, decide)

@@ -21,7 +21,7 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -93,6 +93,11 @@ class Node:
     written: list[tuple[Value, Value]] = field(default_factory=list)
 
     @property
+    def op(self) -> str:
+        """The operation's name as `SavedTensor.op` has it."""
+        return _name_of(self.func)
+
+    @property
     def reads(self) -> list[Ref]:
         return [leaf for leaf in _leaves((self.args, self.kwargs)) if isinstance(leaf, Ref)]
 
@@ -118,10 +123,11 @@ class Tape(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
+    watcher: Watcher
+
     def __init__(self, is_plain: Callable[[Tensor], bool] = is_plain):
         super().__init__()
         self.is_plain = is_plain
-        self.watcher: Watcher | None = None
         self.recording = False
         self.nodes: list[Node] = []
         self._now: dict[int, tuple[StorageWeakRef, Value]] = {}  # what each storage holds at the moment
@@ -131,7 +137,7 @@ class Tape(TorchDispatchMode):
         return True  # compiled regions run as they would without it
 
     @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self) -> Generator[None]:
         before, self.recording = self.recording, False
         try:
             yield
@@ -143,7 +149,8 @@ class Tape(TorchDispatchMode):
 
     def clear(self) -> None:
         """Forgets the block. What still uses its values holds none of their tensors."""
-        self.watcher, self.recording = None, False
+        self.__dict__.pop("watcher", None)
+        self.recording = False
         for value in [v for node in self.nodes for v in (*node.makes, *(ref.value for ref in node.reads))]:
             value.tensor = None
         self.nodes, self._now = [], {}
@@ -220,7 +227,7 @@ class Tape(TorchDispatchMode):
         if known is not None and known[1].node is node:  # two results in one storage
             return None
         value = self._note(tensor, Value(node))
-        if self.is_plain(tensor) and self.watcher.made(value, tensor, _name_of(node.func)):
+        if self.is_plain(tensor) and self.watcher.made(value, tensor, node.op):
             value.hold(tensor)
         return Ref(value, View.of(tensor))
 
@@ -403,7 +410,7 @@ def _leading_to(
 
 
 @contextlib.contextmanager
-def _as_below_autograd() -> Iterator[None]:
+def _as_below_autograd() -> Generator[None]:
     """The tape is below autograd and autocast, so its operations run without them."""
     accelerator = torch.accelerator.current_accelerator()
     with contextlib.ExitStack() as stack:
@@ -414,7 +421,7 @@ def _as_below_autograd() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _random(states: list[tuple[torch.Generator, Tensor]]) -> Iterator[None]:
+def _random(states: list[tuple[torch.Generator, Tensor]]) -> Generator[None]:
     """Lets the generators draw what they drew from these states, and go on afterwards as if nothing was."""
     before = [(generator, generator.get_state()) for generator, _ in states]
     try:
@@ -471,7 +478,6 @@ def _makes_empty(func: torch._ops.OpOverload) -> bool:
 
 @functools.cache
 def _name_of(func: torch._ops.OpOverload) -> str:
-    """The operation's name as `SavedTensor.op` has it."""
     return func._schema.name.split("::")[-1].strip("_")
 
 

@@ -228,6 +228,10 @@ class Handle:
         return self.tensor._version != self._version
 
     @property
+    def is_moved(self) -> bool:
+        return self._moved is not None
+
+    @property
     def present(self) -> bool:
         """Whether the tensor itself is still held."""
         return self._moved is None and self._recipe is None
@@ -271,17 +275,13 @@ class Handle:
                 f"{self._version}. Clone it before changing it, or use an out-of-place operation"
             )
         self.ahead.reached(self.position, self.times)
-        if self.present:
-            return self.tensor
-        ready = self._ready
-        if ready is None and self._moved is not None:
-            ready = self._ready = self._moved.get()
+        if self._ready is None and self._moved is not None:
+            self._ready = self._moved.get()
             self._ledger.add("restored_again" if self._restored else "restored", self.nbytes)
             self._restored = True
-        elif ready is None:
+        elif self._ready is None and self._recipe is not None:
             self._recipe.recompute(self)
-            ready = self._ready
-        return ready
+        return self.tensor if self._ready is None else self._ready
 
     def __del__(self):
         if getattr(self, "_moved", None) is not None and not self._restored:
