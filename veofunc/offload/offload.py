@@ -31,7 +31,7 @@ def offload(
     prefetch: int = 64 << 20,
     blocks: str | None = None,
 ) -> Transformed:
-    """`fn` with the tensors that autograd saves in it moved to `store` until backward needs them.
+    """`fn` with each tensor that autograd saves kept, moved to `store`, or recomputed, as `policy` says.
 
     Outputs and gradients are the same, bit for bit. Parameters, buffers and their views are never
     moved; a tensor saved several times is moved once; nothing that the user can see is emptied. A saved
@@ -48,20 +48,27 @@ def offload(
         store: where tensors go; by default `HostStore()`, which keeps what is in host memory already.
         keep: bytes of the newest offloadable tensors of a call that stay on the device; backward needs
             them first.
+        prefetch: bytes that are brought back ahead of backward.
+        blocks: glob of the modules inside which tensors may be recomputed, `"layers.*"`. There the policy is
+            asked for the output of each operation, and what must be computed again for backward is so by
+            the operations that lead to it, not by running a module again. An answer RECOMPUTE for what
+            cannot be recomputed (it comes from outside of the blocks) means KEEP.
 
     Returns:
         A callable like `fn`, with `stats()`: a TensorDict of sums over all calls so far. `count` and
-        `bytes` have `packed`, `kept`, `deduplicated`, `moved`, `restored`, `restored_again`, `dropped`
-        (never restored) and `live` (in the store now); `wait_seconds` is the time spent on bringing
-        tensors back.
+        `bytes` have `packed` (saved by autograd, or held to recompute others), which is the sum of `kept`,
+        `deduplicated`, `moved` and `recomputed`; `restored`, `restored_again`, `dropped` (moved and never
+        restored) and `live` (in the store now); `wait_seconds` is the time spent in the store.
 
     Raises:
-        ValueError: an option is out of range, or a glob of the policy matches no module.
+        ValueError: an option is out of range, a glob matches no module, or, at the latest at the call, the
+            policy wants to recompute and there are no `blocks`.
         TypeError: an option is of the wrong kind.
         RuntimeError: at the call, inside `torch.func.grad` and its kin, which forbid saved-tensor hooks.
 
     Warns:
-        UserWarning: once, if tensors were saved and none was moved.
+        UserWarning: once each, if tensors were saved and nothing came of it, or if a name that the policy
+            asks for was not given.
 
     Laws: transparency, purity, order, recompute, threads.
 
