@@ -72,6 +72,8 @@ def plan_offload(
         (2, 128, 0)
     """
     settings = make_settings(fn, policy, model, store, keep, prefetch, blocks)
+    if settings.model is not None:  # for the table, also if the policy does not ask for paths
+        settings = replace(settings, paths={module: path for path, module in settings.model.named_modules()})
 
     def plan(*args, **kwargs) -> Plan:
         # Real parameters that fn closes over are turned into fake ones where they are used.

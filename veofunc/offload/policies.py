@@ -202,7 +202,7 @@ def budget(
 
     The oldest tensors come first: they would be held longest. Each is taken if its copy, after those before
     it, ends before the forward pass does; backward takes longer, so its copies hide then too. Tensors are
-    recognised by `index`, `path` and `op`, so plan the function that will run.
+    recognised by `index` and `op`, so plan the function that will run.
 
     Args:
         plan: from `veofunc.plan_offload(fn, everything, ...)`, or with another policy to choose from.
@@ -259,13 +259,12 @@ def budget(
         (Named(("plan",)), *(Named(pair) for pair in rates if pair[1] is not None)),
         decide,
         data=frozenset(fates.items()),
-        reads_path=True,
         recomputes=Fate.RECOMPUTE in fates.values(),
     )
 
 
-def _key(saved: SavedTensor) -> tuple[int, str, str]:
-    return saved.index, saved.path, saved.op
+def _key(saved: SavedTensor) -> tuple[int, str]:
+    return saved.index, saved.op
 
 
 def any_of(*policies: Callable[[SavedTensor], Fate]) -> Policy:
