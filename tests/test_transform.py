@@ -14,7 +14,16 @@ from tensordict import TensorDict
 from torch import nn
 
 import veofunc as vf
-from veofunc.transform import Transformed, find_model, merge_obs, module_hooks, observing, read_obs
+from veofunc.transform import (
+    Transformed,
+    find_model,
+    merge_obs,
+    module_calls,
+    module_hooks,
+    observing,
+    own_attributes,
+    read_obs,
+)
 
 
 def double(x: int, *, scale: int = 2) -> int:
@@ -302,3 +311,97 @@ class TestModuleHooks:
             x = torch.ones(1, 2, requires_grad=True)
             torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False).sum().backward()
         assert len(seen) == 2
+
+    def test_are_given_the_module_asked_for_where_a_copy_runs(self):
+        model, seen = Model(), []
+        with module_hooks(model.modules(), before=seen.append, after=lambda module, out: seen.append(module)):
+            twin = object.__new__(nn.Linear)
+            twin.__dict__.update(model.inner.__dict__)
+            twin(torch.ones(1, 2))
+        assert [module is model.inner for module in seen] == [True, True]
+
+
+class TestModuleCalls:
+    @staticmethod
+    def add(number):
+        return lambda module, forward, args, kwargs: forward(*args, **kwargs) + number
+
+    def test_stand_in_for_the_forward_with_its_arguments(self):
+        model, seen = Model(), []
+
+        def around(module, forward, args, kwargs):
+            seen.append((module, args, kwargs))
+            return forward(*args, **kwargs) * 0
+
+        x = torch.ones(1, 2)
+        with module_calls([model.inner], around):
+            assert (model(x) == 0).all()
+            assert (model.inner.forward(input=x) == 0).all()
+            assert inspect.signature(model.inner.forward) == inspect.signature(nn.Linear(2, 2).forward)
+        assert seen[0][1][0] is x
+        assert seen == [(model.inner, (x,), {}), (model.inner, (), {"input": x})]
+
+    def test_are_gone_afterwards(self):
+        model, x = Model(), torch.ones(1, 2)
+        with module_calls(model.modules(), self.add(1)):
+            assert "forward" in model.__dict__
+        with pytest.raises(ZeroDivisionError), module_calls(model.modules(), lambda *args: 1 / 0):
+            model(x)
+        with pytest.raises(AttributeError), module_calls([model, "no module"], self.add(1)):
+            pass
+        assert all("forward" not in module.__dict__ for module in model.modules())
+
+    def test_put_back_the_modules_own_attribute(self):
+        model, x = Model(), torch.ones(1, 2)
+        model.inner.forward = lambda x: x * 2
+        own = model.inner.forward
+        with module_calls([model.inner], self.add(1)):
+            assert torch.equal(model(x), x * 3)
+            assert own_attributes(model.inner)["forward"] is own
+        assert model.inner.__dict__["forward"] is own
+
+    def test_nest_with_the_innermost_first(self):
+        model, x, order = Model(), torch.ones(1, 2), []
+
+        def named(name):
+            def around(module, forward, args, kwargs):
+                order.append(name)
+                return forward(*args, **kwargs)
+
+            return around
+
+        with module_calls([model], named("outer")):
+            with module_calls([model], named("inner")):
+                model(x)
+            model(x)
+        assert order == ["inner", "outer", "outer"]
+        assert "forward" not in model.__dict__
+
+    def test_do_not_act_in_other_threads_and_outlast_theirs(self):
+        model, x = Model(), torch.ones(1, 2)
+        began, ended = threading.Event(), threading.Event()
+        expected = model(x)
+
+        def other():
+            with module_calls([model], self.add(5)):
+                began.set()
+                assert ended.wait(30)
+                assert torch.equal(model(x), expected + 5)
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        assert began.wait(30)
+        assert torch.equal(model(x), expected)
+        with module_calls([model], self.add(1)):
+            assert torch.equal(model(x), expected + 1)
+        ended.set()
+        thread.join()
+        assert "forward" not in model.__dict__
+
+    def test_own_attributes_are_those_without_them(self):
+        model = Model()
+        before = dict(model.__dict__)
+        with module_calls([model], self.add(1)):
+            assert own_attributes(model) == before
+        assert own_attributes(model) == before
+        assert own_attributes(model) is not model.__dict__

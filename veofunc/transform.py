@@ -28,6 +28,7 @@ __all__ = [
     "bare_module",
     "find_model",
     "has_parameter",
+    "inside",
     "matches",
     "merge_obs",
     "module_calls",
@@ -191,7 +192,7 @@ def find_model(fn: Callable, model: nn.Module | None = None) -> nn.Module | None
             return bare_module(inner)
         if isinstance(inner, Transformed) and inner.model is not None:
             return inner.model
-        inner = _inside(inner)
+        inner = inside(inner)
     return None
 
 
@@ -353,7 +354,7 @@ def has_parameter(fn: Callable | None, name: str) -> bool:
                 return True
         except ValueError:  # a builtin does not say
             return False
-        fn = None if isinstance(fn, types.MethodType) else _inside(fn)
+        fn = None if isinstance(fn, types.MethodType) else inside(fn)
     return False
 
 
@@ -377,7 +378,7 @@ def _transparent(fn: Callable | None) -> Transformed | None:
     return fn
 
 
-def _inside(fn: Callable) -> Callable | None:
+def inside(fn: Callable) -> Callable | None:
     """What one layer of wrapping is around; None if `fn` wraps nothing."""
     if isinstance(fn, functools.partial):
         return fn.func

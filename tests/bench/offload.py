@@ -1,11 +1,22 @@
-"""Offload: a training step and what it holds, plain, checkpointed, and moved.
+"""Offload: a training step, plain, checkpointed, and with what it saves moved or computed again.
 
-"held" is what one forward pass leaves on the device for backward, "peak" the most during a step. On a
-CPU `save_on_cpu` has nowhere to go, and a disk store writes to the page cache first.
+Each variant lives in a process of its own, and all take turns. Before and after, the gradients of each
+are compared with plain's, bit for bit. The columns:
+
+- CPU s: seconds of computation in all threads of the process, which other load disturbs least.
+- held MiB: what forward leaves for backward. peak MiB: the most at once in a step. These are tensors that
+  operations make, and the whole of the memory that a `DiskStore` passes tensors through, in use or not.
+- RSS MiB: how much a step makes the process grow, over what it had before its first step.
+- moved MiB: what goes to the store in a step.
+
+On a CPU that is a file, and `save_on_cpu` has nowhere to go; on an accelerator it is host memory.
 """
 
+import contextlib
+import hashlib
 import tempfile
 from collections.abc import Callable
+from statistics import median
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +26,10 @@ from torch.utils.checkpoint import checkpoint
 
 import veofunc as vf
 from tests.bench import measure
+from tests.bench.measure import Samples
+from veofunc.offload import malloc
+
+p = vf.policies
 
 
 class Block(nn.Module):
@@ -34,61 +49,174 @@ class Block(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
+class Model(nn.Module):
+    def __init__(self, width: int, num_heads: int, num_layers: int):
+        super().__init__()
+        self.layers = nn.ModuleList(Block(width, num_heads) for _ in range(num_layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def plain(model: Model, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+def checkpointed(model: Model, x: Tensor) -> Tensor:
+    for layer in model.layers:
+        x = checkpoint(layer, x, use_reentrant=False)
+    return x.square().mean()
+
+
+def saved_on_cpu(model: Model, x: Tensor) -> Tensor:
+    with save_on_cpu(pin_memory=x.device.type != "cpu"):
+        return plain(model, x)
+
+
+PLAIN, CHECKPOINT = "plain", "torch.utils.checkpoint per block"
+PEERS = {PLAIN: plain, CHECKPOINT: checkpointed, "torch save_on_cpu": saved_on_cpu}
+OFFLOAD = "offload large"
+
+
+def policies(nbytes: int) -> dict[str, p.Policy]:
+    """Ours, by name. More than `nbytes` bytes are large."""
+    large = p.larger_than(nbytes)
+    return {
+        OFFLOAD: large,
+        "recompute": p.recompute,
+        "recompute, offload the rest": p.first_of(p.recompute, large),
+        "keep products, recompute the rest": p.matmuls,
+        "offload products, recompute the rest": p.first_of(p.matmuls, large),
+    }
+
+
 def run(
-    rounds: int = 7,
-    width: int = 256,
-    layers: int = 6,
+    rounds: int = 3,
+    width: int = 512,
+    layers: int = 12,
+    heads: int = 8,
     batch: int = 4,
-    tokens: int = 256,
+    tokens: int = 512,
+    inflight: int = 48,
+    threads: int = 2,
     device: str = "cpu",
     directory: str = "",
 ) -> str:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(Block(width, num_heads=4) for _ in range(layers))).to(device)
-    x = torch.randn(batch, tokens, width, device=device)
-
-    def loss(x: Tensor) -> Tensor:
-        return model(x).square().mean()
-
-    with tempfile.TemporaryDirectory(dir=directory or None) as path:
-        forwards = forward_passes(model, loss, x, path)
-        steps = {}
-        for name, forward in forwards.items():
-            memory = measure.mebibytes_on(device, forward)
-            steps[name] = measure.timed(lambda forward=forward: forward().backward(), device, **memory)
+    with contextlib.ExitStack() as stack:
+        path = stack.enter_context(tempfile.TemporaryDirectory(dir=directory or None))
+        sizes = width, layers, heads, batch, tokens, inflight, threads
+        workers = {
+            name: stack.enter_context(measure.Worker(Step, name, device, path, *sizes))
+            for name in (*PEERS, *policies(0))
+        }
+        memory = {name: worker.call("look") for name, worker in workers.items()}
+        require_equal_gradients(workers)
+        steps = {
+            name: lambda worker=worker, name=name: {**worker.call("run"), **memory[name]}
+            for name, worker in workers.items()
+        }
         samples = measure.interleaved(steps, rounds)
-    return measure.table("forward + backward", samples, others=("held MiB", "peak MiB"))
+        require_equal_gradients(workers)
+    columns = "CPU s", "held MiB", "peak MiB", "RSS MiB", "moved MiB"
+    return "\n".join(
+        (
+            f"{layers} blocks of width {width}, {batch} texts of {tokens} tokens, float32, {threads} threads",
+            "",
+            measure.table("forward + backward", samples, others=columns),
+            "",
+            *goals(samples),
+        )
+    )
 
 
-def forward_passes(model: nn.Sequential, loss: Callable, x: Tensor, directory: str) -> dict[str, Callable]:
-    """Forward pass by name: plain first, then the ways to hold less for backward."""
-    p = vf.policies
-    disk = vf.DiskStore(directory)
-    large = x.numel() * x.element_size()
+class Step:
+    """A training step of one variant, and the process it runs in."""
 
-    def checkpointed() -> Tensor:
-        h = x
-        for block in model:
-            h = checkpoint(block, h, use_reentrant=False)
-        return h.square().mean()
+    def __init__(
+        self,
+        name: str,
+        device: str,
+        directory: str,
+        width: int,
+        layers: int,
+        heads: int,
+        batch: int,
+        tokens: int,
+        inflight: int,
+        threads: int,
+    ):
+        torch.set_num_threads(threads)
+        torch.manual_seed(0)
+        self.device, self.moved, self.buffers = device, lambda: 0, 0
+        self.model = Model(width, heads, layers).to(device)
+        self.x = torch.randn(batch, tokens, width, device=device)
+        plain(self.model, self.x[:1]).backward()  # makes room for the gradients, and loads the kernels
+        malloc.trim()  # of what else is free
+        self.resident = measure.resident_mebibytes()
+        self.fn = PEERS[name] if name in PEERS else self.ours(name, directory, inflight)
 
-    def saved_on_cpu() -> Tensor:
-        with save_on_cpu(pin_memory=x.device.type != "cpu"):
-            return loss(x)
+    def ours(self, name: str, directory: str, inflight: int) -> Callable[..., Tensor]:
+        policy, store = policies(self.x.nbytes // 4)[name], None
+        if self.device == "cpu" and "offload" in name:
+            store, self.buffers = vf.DiskStore(directory, inflight_bytes=inflight << 20), inflight
+        blocks = "layers.*" if policy.recomputes else None
+        prefetch = (inflight << 20) // 2
+        fn = vf.offload(plain, policy, model=self.model, store=store, prefetch=prefetch, blocks=blocks)
+        self.moved = lambda: int(fn.stats()["bytes", "moved"])
+        return fn
 
-    ways = {
-        "nothing": vf.offload(loss, p.nothing, model=model),
-        "everything to disk": vf.offload(loss, p.everything, model=model, store=disk),
-        f"larger_than({large}) to disk": vf.offload(loss, p.larger_than(large), model=model, store=disk),
-        "everything but 1/4 (keep=)": vf.offload(
-            loss, p.everything, model=model, store=disk, keep=9 * large * len(model) // 2
-        ),
-    }
-    if x.device.type != "cpu":
-        ways["everything to the host"] = vf.offload(loss, p.everything, model=model)
-    return {
-        "plain": lambda: loss(x),
-        "torch.utils.checkpoint per block": checkpointed,
-        "torch save_on_cpu": saved_on_cpu,
-        **{f"offload: {name}": lambda fn=fn: fn(x) for name, fn in ways.items()},
-    }
+    def loss(self) -> Tensor:
+        return self.fn(self.model, self.x)
+
+    def look(self) -> dict[str, float]:
+        """Memory that a step takes."""
+        self.model.zero_grad(set_to_none=False)
+        before = self.moved()
+        memory = measure.mebibytes_on(self.device, self.loss)
+        memory = {name: nbytes + self.buffers for name, nbytes in memory.items()}
+        return {**memory, "moved MiB": (self.moved() - before) / 2**20}
+
+    def run(self) -> dict[str, float]:
+        """Time that a step takes."""
+        self.model.zero_grad(set_to_none=False)
+        quantities = measure.resources(lambda: self.loss().backward(), self.device)
+        return {**quantities, "RSS MiB": quantities["RSS MiB"] - self.resident}
+
+    def gradients(self) -> str:
+        """The same string for the same gradients only."""
+        digest = hashlib.sha256()
+        for parameter in self.model.parameters():
+            digest.update(parameter.grad.cpu().numpy())
+        return digest.hexdigest()
+
+
+def require_equal_gradients(workers: dict[str, measure.Worker]) -> None:
+    gradients = {name: worker.call("gradients") for name, worker in workers.items()}
+    wrong = [name for name, digest in gradients.items() if digest != gradients[PLAIN]]
+    if wrong:
+        raise RuntimeError(f"gradients must be those of {PLAIN!r}, bit for bit; they differ in {wrong}")
+
+
+def goals(samples: Samples) -> list[str]:
+    """What we want, and whether it is so."""
+
+    def ratio(quantity: str, name: str, to: str) -> float:
+        return median(s[quantity] for s in samples[name]) / median(s[quantity] for s in samples[to])
+
+    def of_checkpoint(quantity: str, name: str) -> float:
+        return ratio(quantity, name, CHECKPOINT)
+
+    no_larger = [name for name in samples if name not in PEERS and of_checkpoint("peak MiB", name) <= 1]
+    best = min(no_larger or [CHECKPOINT], key=lambda name: of_checkpoint("seconds", name))
+    wanted = [
+        (f"{OFFLOAD}: peak MiB / plain's", ratio("peak MiB", OFFLOAD, PLAIN), 0.15),
+        (f"{OFFLOAD}: seconds / plain's", ratio("seconds", OFFLOAD, PLAIN), 1.10),
+        (f"{best}: seconds / checkpointing's", of_checkpoint("seconds", best), 1.00),
+    ]
+    width = max(len(what) for what, _, _ in wanted)
+    return [
+        f"{'met' if value <= limit else 'missed':<7} {what:<{width}} {value:6.3f}, at most {limit:.2f}"
+        for what, value, limit in wanted
+    ]

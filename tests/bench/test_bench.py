@@ -6,16 +6,16 @@ import re
 import pytest
 import torch
 
-from tests.bench import measure
+from tests.bench import measure, offload
 from tests.bench.__main__ import ENTRIES, main
 
 TINY = {
-    "offload": "--width 16 --layers 2 --batch 1 --tokens 8",
+    "offload": "--width 16 --layers 2 --heads 2 --batch 1 --tokens 8 --inflight 1 --threads 1",
     "channel": "--tokens 16 --width 8 --vocabulary 32",
     "router": "--width 16 --layers 1 --experts 4 --batch 1 --tokens 8",
     "checkpoint": "--megabytes 1 --tensors 3",
 }
-NUM_ROWS = {"offload": 7, "channel": 5, "router": 2 + 4, "checkpoint": 5 + 4}
+NUM_ROWS = {"offload": 8, "channel": 5, "router": 2 + 4, "checkpoint": 5 + 4}
 
 
 @pytest.mark.parametrize("name", ENTRIES)
@@ -56,3 +56,44 @@ def test_memory_is_what_the_allocator_gave():
     held = measure.mebibytes_on("cpu", lambda: (w * 2).exp().sum())
     assert held["held MiB"] == pytest.approx(1, abs=0.01)  # the result of exp
     assert 2 <= held["peak MiB"] <= 4
+
+
+def test_a_worker_keeps_one_object_in_a_process_of_its_own():
+    with measure.Worker(dict, [("a", 1)]) as first, measure.Worker(dict) as second:
+        assert first.call("setdefault", "b", 2) == second.call("setdefault", "b", 3) - 1 == 2
+        assert first.call("copy") == {"a": 1, "b": 2}
+
+
+def test_a_worker_that_fails_is_named():
+    with (
+        measure.Worker(dict, [("a", 1)]) as worker,
+        pytest.raises(RuntimeError, match=r"dict\(\[\('a', 1\)\],\) failed in nothing"),
+    ):
+        worker.call("nothing")
+
+
+def test_resources_are_those_of_the_act_alone():
+    def take(mebibytes):
+        return measure.resources(lambda: torch.ones(mebibytes << 18).sum())
+
+    before = measure.resident_mebibytes()
+    large, small = take(100), take(1)
+    assert 95 < large["RSS MiB"] - before < 150
+    assert small["RSS MiB"] < large["RSS MiB"] - 90
+    assert all(value > 0 for value in large.values())
+
+
+def test_goals_say_what_is_met_and_what_is_missed():
+    def row(seconds, peak):
+        return [{"seconds": seconds, "peak MiB": peak}]
+
+    samples = {
+        offload.PLAIN: row(10.0, 100.0),
+        offload.CHECKPOINT: row(13.0, 20.0),
+        offload.OFFLOAD: row(12.0, 14.0),
+        "fast, but large": row(10.0, 60.0),
+    }
+    small, slow, faster = offload.goals(samples)
+    assert re.match(r"met .* 0\.140, at most 0\.15", small)
+    assert re.match(r"missed .* 1\.200, at most 1\.10", slow)
+    assert re.match(rf"met +{offload.OFFLOAD}: .* 0\.923, at most 1\.00", faster)

@@ -145,12 +145,6 @@ def test_works_under_another_default_device_and_dtype(tmp_path):
         assert torch.equal(restored, tensor)
 
 
-def test_host_store_takes_only_what_is_elsewhere():
-    assert not vf.HostStore().accepts(torch.ones(3))
-    assert vf.HostStore().accepts(torch.ones(3, device="meta"))
-    assert isinstance(vf.HostStore(), vf.Store)
-
-
 def test_disk_store_takes_what_is_in_host_memory(tmp_path):
     assert vf.DiskStore(tmp_path).accepts(torch.ones(3))
     assert isinstance(vf.DiskStore(tmp_path), vf.Store)

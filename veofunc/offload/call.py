@@ -21,12 +21,13 @@ from veofunc.offload.ahead import ReadAhead
 from veofunc.offload.layout import Layout, Parts, View, is_plain
 from veofunc.offload.ledger import Ledger
 from veofunc.offload.policy import ask
-from veofunc.offload.recompute import Ref, Source, Tape, Value, make_program
+from veofunc.offload.recompute import Source, make_program
 from veofunc.offload.saved import Fate, Handle, Moved, SavedTensor, op_of
 from veofunc.offload.stores import Store
+from veofunc.offload.tape import Ref, Tape, Value
 from veofunc.transform import module_hooks
 
-__all__ = ["Call", "Settings", "checkpoint_name"]
+__all__ = ["Call", "Settings", "checkpoint_name", "is_parameter"]
 
 GHOST_OF = "_veofunc_handle"
 
@@ -199,7 +200,7 @@ class Call:
     def _decide_or_wait(self, handle: Handle, tensor: Tensor) -> None:
         saved = self._describe(tensor, op_of(tensor))
         if self.block is not None and self.is_plain(tensor):
-            self.in_block.append((weakref.ref(handle), saved, self.tape.ref(tensor)))
+            self.in_block.append((weakref.ref(handle), saved, self.tape.read(tensor)))
         elif self._decide(handle, saved) is Fate.KEEP and self.settings.reads_name:
             for part in self._parts(tensor):
                 self.undecided.setdefault(_place(part), []).append((weakref.ref(handle), saved))
@@ -255,15 +256,27 @@ class Call:
     # Blocks.
 
     def _enter(self, module: nn.Module) -> None:
+        if torch.compiler.is_compiling():  # what is compiled stays as it is, for all calls
+            return
         self.modules.append(module)
         if self.block is None and self.settings.blocks is not None and module in self.settings.blocks:
-            self.block = module
-            self.tape.start(self)
+            self._start_block(module)
 
     def _leave(self, module: nn.Module, output: object) -> None:
-        left = self.modules.pop()
-        if left is self.block and left not in self.modules:
+        if torch.compiler.is_compiling() or not self.modules or self.modules[-1] is not module:
+            return  # never entered, as when another hook of it has raised
+        left, block = self.modules.pop(), self.block
+        if left is block and left not in self.modules:
             self._end_block()
+        elif block is not None and self.tape.has_freed:
+            # FSDP has freed the parameters of a part of the block. Backward will have them again, but not
+            # together with those of other parts, so that each part must be computed by itself.
+            self._end_block()
+            self._start_block(block)
+
+    def _start_block(self, block: nn.Module) -> None:
+        self.block = block
+        self.tape.start(self)
 
     def _end_block(self) -> None:
         """Decides about what was saved in the block, and about what that is computed from."""
@@ -296,7 +309,7 @@ class Call:
             handle = weak()
             if handle is None or handle.changed:
                 continue
-            recomputable = ref.value.node is not None and ref.value not in unsound
+            recomputable = ref.value.op is not None and ref.value not in unsound
             fate = self._fate(handle.tensor, self._known_late(handle, saved, ref, recomputable))
             if fate is Fate.RECOMPUTE:
                 wanted.append((handle, ref))
@@ -309,7 +322,7 @@ class Call:
 
     def _known_late(self, handle: Handle, saved: SavedTensor, ref: Ref, recomputable: bool) -> SavedTensor:
         """`saved` with what is known at the end of its block only."""
-        op = saved.op if saved.op or ref.value.node is None else ref.value.node.op
+        op = saved.op or ref.value.op or ""
         return replace(saved, op=op, name=self._name_of(handle.tensor), recomputable=recomputable)
 
     def _start_at(self, moving: list[Handle], value: Value) -> Source | None:
@@ -350,10 +363,12 @@ class Call:
             if handle is None:
                 continue
             self.newest_bytes -= handle.nbytes
-            if not handle.changed:  # else backward will raise, and the saved value is lost anyway
+            # Else backward will raise, and the saved value is lost anyway; or its memory was freed for now,
+            # as FSDP does with parameters, also with frozen ones, which look like any tensor.
+            if not handle.changed and self._is_movable(handle.tensor):
                 self._move(handle)
 
-    def _move(self, handle: Handle) -> None:
+    def _move(self, handle: Handle) -> Moved:
         key, storage = _identity(handle.tensor), handle.tensor.untyped_storage()
         source, moved = self.known.get(key, (None, lambda: None))
         moved = moved() if source is not None and not source.expired() else None
@@ -368,11 +383,12 @@ class Call:
             self.ledger.add("deduplicated", handle.nbytes)
         self.ledger.add("kept", -handle.nbytes, count=-1)
         handle.move(moved)
+        return moved
 
     # What tensors are.
 
     def _parts(self, tensor: Tensor) -> list[Tensor]:
-        return [tensor] if self.is_plain(tensor) else Parts.of(tensor).tensors
+        return Parts.of(tensor, self.is_plain).tensors
 
     def _nbytes(self, tensor: Tensor) -> int:
         parts = self._parts(tensor)
@@ -386,8 +402,7 @@ class Call:
         Not so for a parameter, a buffer or a view of one, of the model or passed to `fn`, and for a tensor
         that shows its storage several times over.
         """
-        base = tensor if tensor._base is None else tensor._base
-        if base.is_leaf and base.requires_grad:
+        if is_parameter(tensor):
             return False
         parts = self._parts(tensor)
         return bool(parts) and not any(
@@ -419,6 +434,12 @@ class Call:
         else:
             why = f"all {self.num_offload} that the policy offloads fit into keep={self.settings.keep} bytes"
         return f"offload moved nothing: {self.num_packed} tensors were saved, and {why}"
+
+
+def is_parameter(tensor: Tensor) -> bool:
+    """Whether `tensor` is or shows something that gradients are collected for."""
+    base = tensor if tensor._base is None else tensor._base
+    return base.is_leaf and base.requires_grad
 
 
 def _storages_of(model: nn.Module | None) -> set[int]:

@@ -2,31 +2,61 @@
 
 from __future__ import annotations
 
+import errno
 import os
-import tempfile
-import threading
+import warnings
 
-import torch
 from torch import Tensor
 
-from veofunc.offload.layout import Layout
+from veofunc.offload import malloc
+from veofunc.offload.diskfile import PrivateFile
 from veofunc.offload.stores import Slot
+from veofunc.offload.traffic import Copy, Traffic
 
 __all__ = ["DiskStore"]
+
+INFLIGHT_BYTES = 128 << 20
 
 
 class DiskStore:
     """Keeps offloaded tensors in a file in `directory`; works with and without an accelerator.
 
-    The file has no name: nothing is left behind, not after a crash either. The space of tensors that
-    are no longer needed is used again. Writes and reads are synchronous and go through the page cache.
+    `put` copies into a buffer and returns; one thread writes the buffers to the file, another reads ahead
+    what is asked for with `slot.prefetch`. A buffer holds its tensor until its memory is needed, so that
+    the newest tensors come back without the disk; and what was read becomes, in host memory, the tensor
+    itself, without a copy.
+
+    The file has no name: nothing is left behind, not after a crash either. Blocks of tensors that are no
+    longer needed are used again. Disk space is reserved in steps of up to 256 MiB and given back when
+    the store and its last tensor are gone, so that a step that fitted once fits again. With `O_DIRECT` the
+    page cache, which would fill the memory that was just freed, is left out.
+
+    A tensor that could not be written stays in its buffer. This raises, once, at the next `put` or when
+    that tensor is got, whichever comes first; after that it can be got, and later puts write it again
+    first: they raise for as long as the disk is full and work again afterwards.
+
+    Memory of the host must also be given back by the C library. So the first tensor from host memory sets
+    glibc's `M_MMAP_THRESHOLD` to 1 MiB, and every 64 MiB its `malloc_trim` is called, for the whole process.
+    Blocks of 1 MiB and more then go back to the system when they are freed, and new ones cost page
+    faults: a few percent of a step. Set `MALLOC_MMAP_THRESHOLD_` in the environment to choose otherwise.
+
+    After a fork the child uses a file of its own, and cannot read what its parent put.
 
     Args:
         directory: an existing directory, or one that can be made, on a file system with enough room.
+        inflight_bytes: bytes of memory for buffers, both ways together and with tensors that were got; an
+            int of at least 0. `put` waits when more is to be written. A larger tensor passes alone. Twice
+            the `prefetch` of `offload` lets both ways run beside the computation.
+        direct: whether to go past the page cache. None: if the file system can, else a warning is given.
+            True: an error if it cannot. False: through the page cache.
 
     Raises:
-        OSError: the directory cannot be made or written to (at once), or the disk is full (in the
-            forward pass that wanted to save a tensor), with path and cause.
+        ValueError: an option is out of range.
+        OSError: with the directory and the cause. At once: it cannot be made or written to. In the
+            forward pass that saves a tensor: the disk is full. As said above: an earlier write failed.
+
+    Warns:
+        UserWarning: once, if `direct` is None and the file system has no direct I/O.
 
     Example:
         >>> import tempfile, torch, veofunc as vf
@@ -34,104 +64,82 @@ class DiskStore:
         >>> slot = store.put(torch.arange(3))
         >>> slot.get()
         tensor([0, 1, 2])
+
+    Source: SSDTrain (arXiv 2408.10013) for getting a tensor from memory while it is being written.
     """
 
-    def __init__(self, directory: str | os.PathLike):
+    def __init__(
+        self,
+        directory: str | os.PathLike,
+        *,
+        inflight_bytes: int = INFLIGHT_BYTES,
+        direct: bool | None = None,
+    ):
+        if isinstance(inflight_bytes, bool) or not isinstance(inflight_bytes, int) or inflight_bytes < 0:
+            raise ValueError(f"inflight_bytes must be an int >= 0 (bytes), got {inflight_bytes!r}")
+        if direct is not None and not isinstance(direct, bool):
+            raise ValueError(f"direct must be True, False or None (if possible), got {direct!r}")
         os.makedirs(directory, exist_ok=True)
-        self.directory = os.fspath(directory)
-        self._file = _PrivateFile(self.directory)
+        self.directory, self.inflight_bytes, self.direct = os.fspath(directory), inflight_bytes, direct
+        file = PrivateFile(self.directory)
+        self._goes_direct = direct is not False and file.go_direct()
+        if direct and not self._goes_direct:
+            raise OSError(
+                errno.EINVAL,
+                f"no direct I/O to files in {self.directory}; with direct=None or False it is done without",
+            )
+        if direct is None and not self._goes_direct:
+            warnings.warn(
+                f"no direct I/O to files in {self.directory}: offloaded tensors go through the page cache, "
+                "which takes memory for them again and a copy more each way. Choose a directory on a local "
+                "disk, or say direct=False",
+                stacklevel=2,
+            )
+        self._traffic = Traffic(file, inflight_bytes)
+        self._has_host_tensors = False
 
     def __repr__(self) -> str:
-        return f"DiskStore({self.directory!r})"
+        typed = [repr(self.directory)]
+        if self.inflight_bytes != INFLIGHT_BYTES:
+            typed.append(f"inflight_bytes={self.inflight_bytes}")
+        if self.direct is not None:
+            typed.append(f"direct={self.direct}")
+        return f"DiskStore({', '.join(typed)})"
 
     def accepts(self, tensor: Tensor) -> bool:
         return True
 
     def put(self, tensor: Tensor) -> Slot:
-        if self._file.process != os.getpid():  # a fork must not write into its parent's file
-            self._file = _PrivateFile(self.directory)
-        layout = Layout.of(tensor)
-        content = memoryview(layout.to_host(tensor).numpy())
-        return _DiskSlot(layout, self._file, self._file.write(content))
+        if self._traffic.process != os.getpid():  # a fork must not write into its parent's file
+            self._traffic = self._fresh_traffic()
+        if tensor.device.type == "cpu" and not self._has_host_tensors:
+            self._has_host_tensors = True
+            malloc.give_back_large_blocks()
+        return _DiskSlot(self._traffic, self._traffic.put(tensor))
+
+    def _fresh_traffic(self) -> Traffic:
+        file = PrivateFile(self.directory)
+        if self._goes_direct:
+            file.go_direct()
+        return Traffic(file, self.inflight_bytes)
 
 
 class _DiskSlot:
-    def __init__(self, layout: Layout, file: _PrivateFile, offset: int):
-        self.layout, self.file, self.offset = layout, file, offset
+    """Owns a copy: its death frees the block and the buffer."""
+
+    __slots__ = ("__weakref__", "_copy", "_traffic")
+
+    def __init__(self, traffic: Traffic, copy: Copy):
+        self._traffic, self._copy = traffic, copy
 
     def get(self) -> Tensor:
-        content = torch.empty(self.layout.nbytes, dtype=torch.uint8, device="cpu")
-        self.file.read_into(memoryview(content.numpy()), self.offset)
-        return self.layout.rebuild(content)
-
-    def __del__(self):
-        self.file.release(self.offset, self.layout.nbytes)
-
-
-class _PrivateFile:
-    """A nameless file whose blocks are used again; blocks of one size are interchangeable.
-
-    When no block is in use it starts anew, so that sizes that never come again take no space for ever.
-    """
-
-    def __init__(self, directory: str):
-        self.directory, self.process = directory, os.getpid()
-        self.file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115
-        self.end = self.num_used = 0
-        self.free: dict[int, list[int]] = {}
-        # Reentrant: a slot may die, and release its block, while its thread is in here.
-        self.lock = threading.RLock()
-
-    def write(self, content: memoryview) -> int:
-        """Writes `content` and returns its offset."""
-        nbytes = len(content)
-        with self.lock:
-            blocks = self.free.get(nbytes)
-            offset = blocks.pop() if blocks else self.end
-            self.end = max(self.end, offset + nbytes)
-            self.num_used += 1
-        try:
-            self._write_all(content, offset)
-        except BaseException:
-            self.release(offset, nbytes)
-            raise
-        return offset
-
-    def _write_all(self, content: memoryview, offset: int) -> None:
-        written = 0
-        try:
-            while written < len(content):
-                written += os.pwrite(self.file.fileno(), content[written:], offset + written)
-        except OSError as error:
-            raise OSError(
-                error.errno,
-                f"cannot offload {len(content)} bytes to a file in {self.directory}: {error.strerror}",
-            ) from error
-
-    def read_into(self, content: memoryview, offset: int) -> None:
-        if self.process != os.getpid():
+        if self._traffic.process != os.getpid():
             raise RuntimeError("a tensor that was offloaded before a fork can be read by the parent only")
-        done = 0
-        while done < len(content):
-            try:
-                count = os.preadv(self.file.fileno(), [content[done:]], offset + done)
-            except OSError as error:
-                raise OSError(
-                    error.errno,
-                    f"cannot read {len(content)} bytes from a file in {self.directory}: {error.strerror}",
-                ) from error
-            if count == 0:
-                raise OSError(f"the offload file in {self.directory} ended at {offset + done} bytes")
-            done += count
+        return self._traffic.get(self._copy)
 
-    def release(self, offset: int, nbytes: int) -> None:
-        with self.lock:
-            self.free.setdefault(nbytes, []).append(offset)
-            self.num_used -= 1
-            if self.num_used == 0:
-                self.free.clear()
-                self.end = 0
+    def prefetch(self) -> None:
+        if self._traffic.process == os.getpid():
+            self._traffic.prefetch(self._copy)
 
     def __del__(self):
-        if hasattr(self, "file"):  # else it could not be made
-            self.file.close()
+        self._traffic.bury(self._copy)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,9 +15,10 @@ PLAIN_TYPES = (Tensor, nn.Parameter, nn.Buffer)
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether `tensor` is strided and has elements of its own.
+    """Whether `tensor` is strided, has elements of its own, and counts changes of them.
 
-    Not so: subclasses, sparse, nested and quantised tensors, and those of a running `vmap`.
+    Not so: subclasses, sparse, nested and quantised tensors, those of a running `vmap`, those made in
+    inference mode, and zeros that PyTorch never writes to memory.
     """
     return (
         type(tensor) in PLAIN_TYPES
@@ -26,6 +28,8 @@ def is_plain(tensor: Tensor) -> bool:
         and tensor.device.type != "meta"
         and tensor.numel() > 0
         and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        and not tensor.is_inference()
+        and not tensor._is_zerotensor()
     )
 
 
@@ -98,11 +102,18 @@ class View:
         tensor = torch._conj(tensor) if self.is_conj else tensor
         return torch._neg_view(tensor) if self.is_neg else tensor
 
+    @property
+    def end(self) -> int:
+        """Bytes of the storage up to the last that it shows."""
+        if 0 in self.shape:
+            return 0
+        last = sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
+        return (self.offset + last + 1) * self.dtype.itemsize
+
     def covers(self, nbytes: int) -> bool:
-        """Whether it shows each of the `nbytes` bytes of a storage once."""
-        span = 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
-        numel = torch.Size(self.shape).numel()
-        return self.offset == 0 and numel == span and numel * self.dtype.itemsize == nbytes
+        """Whether it shows each of the `nbytes` bytes of a storage once, and as they are."""
+        own = torch.Size(self.shape).numel() * self.dtype.itemsize
+        return self.offset == 0 and own == self.end == nbytes and not (self.is_conj or self.is_neg)
 
 
 class Parts:
@@ -117,29 +128,32 @@ class Parts:
         self._build = build
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Parts:
+    def of(cls, tensor: Tensor, is_plain: Callable[[Tensor], bool] = is_plain) -> Parts:
         if is_plain(tensor):
             return cls([tensor])
         # A result that is still on its way (it has trigger_wait) must not be looked into.
         if not is_traceable_wrapper_subclass(tensor) or hasattr(tensor, "trigger_wait"):
             return cls([])
         attributes, context = tensor.__tensor_flatten__()
-        inner = {name: cls.of(getattr(tensor, name)) for name in attributes}
-        if not all(parts.tensors for parts in inner.values()):
+        inner = {name: getattr(tensor, name) for name in attributes}
+        # The offsets of a nested tensor are part of its shape, by their identity: they stay.
+        staying = {name: t for name, t in inner.items() if tensor.is_nested and name != "_values"}
+        moving = {name: cls.of(t, is_plain) for name, t in inner.items() if name not in staying}
+        if not all(parts.tensors for parts in moving.values()):
             return cls([])
-        counts = {name: len(parts.tensors) for name, parts in inner.items()}
+        counts = {name: len(parts.tensors) for name, parts in moving.items()}
         kind, size, stride = type(tensor), tensor.shape, tensor.stride()
 
         def build(tensors: list[Tensor]) -> Tensor:
             rest = iter(tensors)
             made = {
                 name: parts.together([next(rest) for _ in range(counts[name])])
-                for name, parts in inner.items()
+                for name, parts in moving.items()
             }
-            return kind.__tensor_unflatten__(made, context, size, stride)
+            return kind.__tensor_unflatten__(staying | made, context, size, stride)
 
-        tensors = [part for parts in inner.values() for part in parts.tensors]
-        for parts in inner.values():
+        tensors = [part for parts in moving.values() for part in parts.tensors]
+        for parts in moving.values():
             parts.tensors = []
         return cls(tensors, build)
 

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._C._autograd import _saved_tensors_hooks_get_disabled_error_message as why_hooks_are_forbidden
 
+from veofunc.offload.ahead import ReadAhead
 from veofunc.offload.call import Call, Settings
+from veofunc.offload.compiled import compiled_modules
+from veofunc.offload.functional import run_under_torch_func
 from veofunc.offload.host import HostStore
+from veofunc.offload.layout import Layout
 from veofunc.offload.ledger import Ledger
 from veofunc.offload.policies import nothing
-from veofunc.offload.policy import is_inside
-from veofunc.offload.saved import Fate, SavedTensor
+from veofunc.offload.policy import ask, is_inside
+from veofunc.offload.saved import Fate, SavedTensor, op_of
 from veofunc.offload.stores import Store
 from veofunc.transform import Transformed, find_model, matches, name_of, some_paths
 
@@ -52,7 +58,8 @@ def offload(
         blocks: glob of the modules inside which tensors may be recomputed, `"layers.*"`. There the policy is
             asked for the output of each operation, and what must be computed again for backward is so by
             the operations that lead to it, not by running a module again. An answer RECOMPUTE for what
-            cannot be recomputed (it comes from outside of the blocks) means KEEP.
+            cannot be recomputed (it comes from outside of the blocks) means KEEP. Inside `torch.func.grad`
+            and its kin each block runs again as a whole, and the policy decides about what enters it.
 
     Returns:
         A callable like `fn`, with `stats()`: a TensorDict of sums over all calls so far. `count` and
@@ -64,7 +71,8 @@ def offload(
         ValueError: an option is out of range, a glob matches no module, or, at the latest at the call, the
             policy wants to recompute and there are no `blocks`.
         TypeError: an option is of the wrong kind.
-        RuntimeError: at the call, inside `torch.func.grad` and its kin, which forbid saved-tensor hooks.
+        RuntimeError: at the call, inside `torch.func.grad` and its kin, which forbid saved-tensor hooks:
+            there are no `blocks`, or one does what recomputation would get wrong.
 
     Warns:
         UserWarning: once each, if tensors were saved and nothing came of it, or if a name that the policy
@@ -88,7 +96,7 @@ def offload(
     @torch.compiler.disable  # saved-tensor hooks run in Python; compile fn, inside
     def call(*args, **kwargs):
         if why_hooks_are_forbidden() is not None:
-            raise RuntimeError(_under_torch_func(fn))
+            return _under_torch_func(fn, settings, args, kwargs)
         this = Call(settings)
         with this.active():
             out = fn(*args, **kwargs)
@@ -137,7 +145,8 @@ def make_settings(
             'tensors may be recomputed, as in blocks="layers.*"'
         )
     follows = model is not None and (blocks is not None or getattr(policy, "reads_path", True))
-    paths = {module: path for path, module in model.named_modules()} if follows else {}
+    compiled = compiled_modules(fn, model) if follows else set()
+    paths = {m: path for path, m in model.named_modules() if m not in compiled} if follows else {}
     inside = None if blocks is None else frozenset(m for m, path in paths.items() if matches(path, blocks))
     return Settings(policy, store, keep, prefetch, model, paths, inside, Ledger())
 
@@ -166,9 +175,35 @@ def complaints(call: Call) -> list[str]:
     return found
 
 
-def _under_torch_func(fn: Callable) -> str:
-    return (
-        f"offload({name_of(fn)}) cannot run inside torch.func.grad, vjp or jacrev: PyTorch forbids "
-        "saved-tensor hooks there. Use veofunc.grad or veofunc.grad_and_value, which have the same "
-        "signatures and allow them"
+def _under_torch_func(fn: Callable, settings: Settings, args: tuple, kwargs: dict) -> Any:
+    """`fn(*args, **kwargs)` inside `torch.func.grad` and its kin: blocks are recomputed from their inputs."""
+    if settings.blocks is None:
+        raise RuntimeError(
+            f"offload({name_of(fn)}) cannot run inside torch.func.grad, vjp or jacrev, where PyTorch forbids "
+            'saved-tensor hooks, unless the modules to recompute are named: blocks="layers.*". Or use '
+            "veofunc.grad or veofunc.grad_and_value, which have the same signatures and allow them"
+        )
+    index = itertools.count()
+
+    def decide(block: nn.Module, path: str, tensor: Tensor) -> bool:
+        saved = SavedTensor(
+            path=path,
+            op=op_of(tensor),
+            shape=tuple(tensor.shape),
+            dtype=tensor.dtype,
+            device=tensor.device,
+            nbytes=Layout.of(tensor).nbytes,
+            index=next(index),
+        )
+        return ask(settings.policy, saved) is Fate.OFFLOAD and settings.store.accepts(tensor)
+
+    return run_under_torch_func(
+        fn,
+        args,
+        kwargs,
+        blocks={block: settings.paths[block] for block in settings.blocks},
+        decide=decide,
+        store=settings.store,
+        ledger=settings.ledger,
+        ahead=ReadAhead(settings.prefetch),
     )

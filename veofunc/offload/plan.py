@@ -2,32 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 import re
-import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-)
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_map_only
-from torch.utils.flop_counter import FlopCounterMode
+from torch import nn
 
-from veofunc.offload.call import Call, Settings
-from veofunc.offload.layout import is_plain
-from veofunc.offload.ledger import Ledger
+from veofunc.offload.dry import dry_run
 from veofunc.offload.offload import make_settings
-from veofunc.offload.recompute import Ref
-from veofunc.offload.saved import Fate, Handle, SavedTensor, op_of
+from veofunc.offload.saved import Fate, SavedTensor
 from veofunc.offload.stores import Store
 from veofunc.transform import name_of
 
@@ -76,21 +60,25 @@ def plan_offload(
         settings = replace(settings, paths={module: path for path, module in settings.model.named_modules()})
 
     def plan(*args, **kwargs) -> Plan:
-        # Real parameters that fn closes over are turned into fake ones where they are used.
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode, FlopCounterMode(display=False) as flops:
-            args, kwargs = tree_map_only(Tensor, mode.from_tensor, (args, kwargs))
-            call = _DryCall(settings, mode, flops)
-            try:
-                with call.active():
-                    out = fn(*args, **kwargs)
-            except (DataDependentOutputException, DynamicOutputShapeException) as error:
-                raise ValueError(
-                    f"plan_offload runs {name_of(fn)} on tensors without elements, but it needs them in "
-                    f"{error.func}; plan a function without that step"
-                ) from error
-            planned = call.plan(f"offload({name_of(fn)}, {policy!r})")
-            del out  # what was saved lived until here
-            return planned
+        run = dry_run(fn, settings, args, kwargs)
+        place = {row: i for i, row in enumerate(run.rows)}
+        return Plan(
+            tuple(
+                PlannedTensor(
+                    row.saved,
+                    row.fate,
+                    None if row.same_as is None else place[row.same_as],
+                    row.is_fixed,
+                    row.flops,
+                )
+                for row in run.rows
+            ),
+            tuple(run.forward),
+            tuple(run.backward),
+            run.plain_bytes,
+            run.flops,
+            f"offload({name_of(fn)}, {policy!r})",
+        )
 
     return plan
 
@@ -102,14 +90,15 @@ class PlannedTensor:
     Attributes:
         saved: its description, as the policy sees it.
         fate: what becomes of it.
-        is_shared: whether it is moved together with another that is the same tensor.
+        same_as: place in the plan's `tensors` of the one that it is moved together with, as they are the
+            same tensor; else None.
         is_fixed: whether it is a parameter, a buffer, or of a kind that always stays; no policy is asked.
         flops: floating-point operations of the forward pass until it is saved.
     """
 
     saved: SavedTensor
     fate: Fate
-    is_shared: bool
+    same_as: int | None
     is_fixed: bool
     flops: int
 
@@ -178,7 +167,7 @@ class Plan:
         sums = dict.fromkeys(("packed", "kept", "deduplicated", "moved", "recomputed"), 0)
         kinds = {Fate.KEEP: "kept", Fate.RECOMPUTE: "recomputed"}
         for tensor in self.tensors:
-            moved = "deduplicated" if tensor.is_shared else "moved"
+            moved = "moved" if tensor.same_as is None else "deduplicated"
             sums["packed"] += amount(tensor)
             sums[kinds.get(tensor.fate, moved)] += amount(tensor)
         return sums
@@ -192,134 +181,6 @@ class Plan:
                 yield f"{event:<14}{self.count[event]:>7} tensors {_amount(nbytes):>11}"
         yield f"held after forward {_amount(self.held_bytes)}, without offload {_amount(self.plain_bytes)}"
         yield f"predicted peak {_amount(self.peak_bytes)}"
-
-
-@dataclass(eq=False)
-class _Row:
-    """A saved tensor while the dry run goes on."""
-
-    saved: SavedTensor
-    storage: StorageWeakRef  # also keeps its address from being given to another
-    storage_bytes: int
-    flops: int
-    block: int
-    is_fixed: bool
-    is_extra: bool  # held for recomputation; autograd does not save it
-    fate: Fate = Fate.KEEP
-    is_shared: bool = False
-    is_held: bool = False
-
-
-class _DryCall(Call):
-    """A call on fake tensors that moves nothing, and notes what it would do."""
-
-    def __init__(self, settings: Settings, mode: FakeTensorMode, flops: FlopCounterMode):
-        super().__init__(replace(settings, ledger=Ledger()))
-        self.owned = {
-            mode.from_tensor(tensor).untyped_storage()._cdata
-            for tensor in _tensors_of(settings.model)
-            if is_plain(tensor)
-        }
-        self.flop_counter = flops
-        self.rows: list[_Row] = []
-        self.row_of: weakref.WeakKeyDictionary[Handle, _Row] = weakref.WeakKeyDictionary()
-        self.num_blocks = 0
-        self.holders: Counter[int] = Counter()  # handles that hold each storage
-        self.live = 0
-        self.forward: list[int] = []
-
-    @staticmethod
-    def is_plain(tensor: Tensor) -> bool:
-        return is_plain(tensor) or (
-            type(tensor) is FakeTensor and tensor.layout is torch.strided and tensor.numel() > 0
-        )
-
-    def _handle(self, tensor: Tensor, saved: SavedTensor | None = None) -> Handle:
-        if self.rows:
-            self.forward.append(self.live)
-        handle = super()._handle(tensor, saved)
-        storage = tensor.untyped_storage()
-        row = _Row(
-            saved=saved or self._describe(tensor, op_of(tensor)),
-            storage=StorageWeakRef(storage),
-            storage_bytes=storage.nbytes(),
-            flops=self.flop_counter.get_total_flops(),
-            block=self.num_blocks,
-            is_fixed=not self._is_movable(tensor),
-            is_extra=saved is not None,
-        )
-        self.rows.append(row)
-        self.row_of[handle] = row
-        if not row.is_fixed:
-            row.is_held = True
-            self.live += row.storage_bytes * (self.holders[row.storage.cdata] == 0)
-            self.holders[row.storage.cdata] += 1
-            weakref.finalize(handle, self._release, row)
-        return handle
-
-    def _release(self, row: _Row) -> None:
-        if row.is_held:
-            row.is_held = False
-            self.holders[row.storage.cdata] -= 1
-            self.live -= row.storage_bytes * (self.holders[row.storage.cdata] == 0)
-
-    def _known_late(self, handle: Handle, saved: SavedTensor, ref: Ref, recomputable: bool) -> SavedTensor:
-        saved = super()._known_late(handle, saved, ref, recomputable)
-        self.row_of[handle].saved = saved
-        return saved
-
-    def _move(self, handle: Handle) -> None:
-        row, before = self.row_of[handle], self.num_moved
-        super()._move(handle)
-        row.fate, row.is_shared = Fate.OFFLOAD, self.num_moved == before
-        self._release(row)
-
-    def _given_up(self, handle: Handle) -> None:
-        super()._given_up(handle)
-        self.row_of[handle].fate = Fate.RECOMPUTE
-        self._release(self.row_of[handle])
-
-    def _end_block(self) -> None:
-        super()._end_block()
-        self.num_blocks += 1
-
-    def plan(self, title: str) -> Plan:
-        if self.rows:
-            self.forward.append(self.live)
-        saved = {row.storage.cdata: row.storage_bytes for row in self.rows if not row.is_fixed | row.is_extra}
-        return Plan(
-            tuple(PlannedTensor(r.saved, r.fate, r.is_shared, r.is_fixed, r.flops) for r in self.rows),
-            tuple(self.forward),
-            tuple(_backward(self.rows, self.live, self.settings.prefetch)),
-            sum(saved.values()),
-            self.flop_counter.get_total_flops(),
-            title,
-        )
-
-
-def _backward(rows: list[_Row], live: int, prefetch: int) -> Iterator[int]:
-    """Bytes held while backward goes through `rows` from the last to the first."""
-    first_of = {row.storage.cdata: i for i, row in reversed(list(enumerate(rows))) if row.is_held}
-    computed: dict[int, int] = {}  # by block, bytes that were recomputed and not used yet
-    for i, row in reversed(list(enumerate(rows))):
-        if row.fate is Fate.RECOMPUTE and row.block not in computed:
-            computed[row.block] = sum(
-                r.saved.nbytes for r in rows if r.block == row.block and r.fate is Fate.RECOMPUTE
-            )
-        ahead = 0
-        for earlier in reversed(rows[:i]):
-            if ahead >= prefetch:
-                break
-            ahead += earlier.saved.nbytes * (earlier.fate is Fate.OFFLOAD and not earlier.is_shared)
-        yield live + sum(computed.values()) + ahead + row.saved.nbytes * (row.fate is Fate.OFFLOAD)
-        if row.fate is Fate.RECOMPUTE:
-            computed[row.block] -= row.saved.nbytes
-        elif row.is_held and first_of[row.storage.cdata] == i:
-            live -= row.storage_bytes
-
-
-def _tensors_of(model: nn.Module | None) -> Iterable[Tensor]:
-    return () if model is None else itertools.chain(model.parameters(), model.buffers())
 
 
 def _table(tensors: Iterable[PlannedTensor]) -> Iterator[str]:

@@ -235,16 +235,20 @@ def budget(
             raise ValueError(f"{option} must be a finite number > 0, got {rate!r}")
     if nbytes is not None and (isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 0):
         raise ValueError(f"nbytes must be an int >= 0 (bytes) or None, got {nbytes!r}")
-    fates, free_at, left = {}, 0.0, inf if nbytes is None else nbytes
+    chosen: list[Fate] = []
+    free_at, left = 0.0, inf if nbytes is None else nbytes
     for tensor in plan.tensors:
         saved, fate = tensor.saved, tensor.fate
-        if fate is Fate.OFFLOAD and not tensor.is_shared:
+        if tensor.same_as is not None:
+            fate = chosen[tensor.same_as]
+        elif fate is Fate.OFFLOAD:
             done_at = max(free_at, tensor.flops / flops_per_second) + saved.nbytes / bytes_per_second
             if done_at <= plan.flops / flops_per_second and saved.nbytes <= left:
                 free_at, left = done_at, left - saved.nbytes
             else:
                 fate = Fate.KEEP
-        fates[_key(saved)] = fate
+        chosen.append(fate)
+    fates = dict(zip((_key(tensor.saved) for tensor in plan.tensors), chosen, strict=True))
 
     def decide(saved: SavedTensor) -> Fate:
         return fates.get(_key(saved), Fate.RECOMPUTE if saved.recomputable else Fate.KEEP)

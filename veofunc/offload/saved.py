@@ -181,8 +181,8 @@ def _kind(tensor: Tensor) -> tuple:
 class Recipe(Protocol):
     """How to compute a saved tensor again."""
 
-    def recompute(self, handle: Handle) -> None:
-        """Gives `handle` its tensor, by `handle.receive`; others that wait for theirs may get it too."""
+    def recompute(self, handle: Handle) -> Tensor:
+        """The tensor of `handle`. Others that wait for theirs may get it too, by `receive`."""
         ...
 
 
@@ -197,13 +197,13 @@ class Handle:
         "__weakref__",
         "_ledger",
         "_moved",
-        "_ready",
         "_recipe",
         "_restored",
         "_version",
         "ahead",
         "nbytes",
         "position",
+        "ready",
         "tensor",
         "times",
     )
@@ -215,11 +215,11 @@ class Handle:
         self.nbytes, self.ahead = nbytes, ahead
         self.position = ahead.position
         self.times = 0  # how often it was restored
+        self.ready: Tensor | None = None  # brought back, or computed, before backward asked for it
         self._version = tensor._version
         self._ledger = ledger
         self._moved: Moved | None = None
         self._recipe: Recipe | None = None
-        self._ready: Tensor | None = None
         self._restored = False
 
     @property
@@ -248,12 +248,12 @@ class Handle:
 
     def receive(self, tensor: Tensor) -> None:
         """What was asked for of the recipe."""
-        self._ready = tensor
+        self.ready = tensor
 
     @property
     def waits(self) -> bool:
         """Whether it would have to be computed if it were asked for."""
-        return self._recipe is not None and self._ready is None
+        return self._recipe is not None and self.ready is None
 
     def restore(self) -> Tensor:
         """The saved tensor, for backward.
@@ -262,7 +262,7 @@ class Handle:
             RuntimeError: it was changed in place since.
         """
         tensor = self.borrow()
-        self._ready = None
+        self.ready = None
         self.times += 1
         return tensor
 
@@ -275,13 +275,14 @@ class Handle:
                 f"{self._version}. Clone it before changing it, or use an out-of-place operation"
             )
         self.ahead.reached(self.position, self.times)
-        if self._ready is None and self._moved is not None:
-            self._ready = self._moved.get()
+        ready = self.ready  # another thread may take it in the meantime
+        if ready is None and self._moved is not None:
+            ready = self.ready = self._moved.get()
             self._ledger.add("restored_again" if self._restored else "restored", self.nbytes)
             self._restored = True
-        elif self._ready is None and self._recipe is not None:
-            self._recipe.recompute(self)
-        return self.tensor if self._ready is None else self._ready
+        elif ready is None and self._recipe is not None:
+            ready = self._recipe.recompute(self)
+        return self.tensor if ready is None else ready
 
     def __del__(self):
         if getattr(self, "_moved", None) is not None and not self._restored:

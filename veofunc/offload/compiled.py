@@ -1,0 +1,36 @@
+"""Which modules run inside code that `torch.compile` made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from torch import nn
+
+from veofunc.transform import inside
+
+__all__ = ["compiled_modules"]
+
+
+def compiled_modules(fn: Callable, model: nn.Module) -> set[nn.Module]:
+    """Those modules of `model`, which `fn` runs, whose hooks would be part of compiled code.
+
+    Such code is compiled anew when one of its modules has another hook than before.
+    """
+    around: Callable | None = fn
+    while around is not None and not isinstance(around, nn.Module):
+        if _is_compiled(around):
+            return set(model.modules())
+        around = inside(around)
+    outermost = model if around is None else around
+    roots = {root for module in outermost.modules() for root in _compiled_in(module)}
+    return {module for root in roots for module in root.modules()}
+
+
+def _compiled_in(module: nn.Module) -> Iterable[nn.Module]:
+    if module._compiled_call_impl is not None:
+        return [module]
+    return module.children() if _is_compiled(module.forward) else []  # its own hooks run around that
+
+
+def _is_compiled(function: Callable) -> bool:
+    return getattr(function, "_torchdynamo_orig_callable", None) is not None
