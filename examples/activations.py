@@ -17,12 +17,12 @@ def main(argv=None):
     """Plan and run one training step under each policy; print a table, and plot the last plan."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/activations"), help="default: %(default)s")
-    parser.add_argument("--layers", type=int, default=6, help="default: %(default)s")
-    parser.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
+    parser.add_argument("--layers", type=int, default=4, help="default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
     options = parser.parse_args(argv)
     torch.manual_seed(0)
     model = LanguageModel(Config(num_layers=options.layers))
-    batch = data.make_batch(data.load_corpus(), 0, 1, batch_size=8, num_tokens=256)
+    batch = data.make_batch(data.load_corpus(), 0, 1, batch_size=4, num_tokens=256)
 
     def loss_fn(batch):
         logits = model(batch["tokens"], batch["document_ids"])  # [B, T, V]
@@ -37,7 +37,7 @@ def main(argv=None):
     p = vf.policies
     store = vf.DiskStore(options.out / "store")  # with an accelerator: vf.HostStore()
     thrifty = p.first_of(p.recompute, p.everything)
-    policies = (p.nothing, p.larger_than(1 << 20), p.matmuls, p.recompute, thrifty)
+    policies = (p.nothing, p.larger_than(1 << 18), p.matmuls, p.recompute, thrifty)
     how = {"model": model, "store": store, "blocks": "layers.*"}
     plans = {policy: vf.plan_offload(loss_fn, policy, **how)(batch) for policy in policies}
     runs = {policy: vf.offload(loss_fn, policy, **how) for policy in policies}

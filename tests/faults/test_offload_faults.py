@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import gc
 import os
 import signal
 import subprocess
@@ -52,13 +53,15 @@ class TestTraining:
         expected = self.gradients(model, model, x)
         store = vf.DiskStore(tmp_path)
         fn = vf.offload(model, vf.policies.everything, store=store)
-        with failing(monkeypatch, "pwrite", errno.EIO), pytest.raises(OSError) as raised:
-            fn(x)
-            settle(store)
-            fn(x)
-        assert raised.value.errno == errno.EIO
-        assert str(tmp_path) in str(raised.value)
-        del raised
+        with failing(monkeypatch, "pwrite", errno.EIO):
+            with pytest.raises(OSError, match=f"{tmp_path}: Input/output error") as raised:
+                fn(x)
+                settle(store)
+                fn(x)
+            assert raised.value.errno == errno.EIO
+            del raised
+            gc.collect()
+            settle(store)  # what was put before it raised is dead, and nobody will hear of it
         assert all(map(torch.equal, self.gradients(fn, model, x), expected))
 
     def test_a_failed_read_raises_in_backward_which_can_be_repeated(self, model, x, tmp_path, monkeypatch):
@@ -108,9 +111,9 @@ def never(*args):
 
 store = vf.DiskStore(sys.argv[1], inflight_bytes=1 << 20, direct=False)
 slots = [store.put(torch.full((1 << 15,), float(i))) for i in range(20)]
-restored = [slot.get() for slot in slots]
+restored = [slot.get() for slot in slots[:3]]
 os.preadv = never
-slots[0].prefetch()
+slots[5].prefetch()
 begun.acquire()
 os.pwrite = never
 slots.append(store.put(torch.ones(3)))
@@ -123,5 +126,5 @@ print(sum(int(tensor[0]) for tensor in restored))
         process = subprocess.run(
             [sys.executable, "-c", code, tmp_path], capture_output=True, text=True, timeout=120
         )
-        assert (process.returncode, process.stdout, process.stderr) == (0, "190\n", "")
+        assert (process.returncode, process.stdout, process.stderr) == (0, "3\n", "")
         assert list(tmp_path.iterdir()) == []

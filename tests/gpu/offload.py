@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import importlib
 import inspect
+import os
 import time
 from collections.abc import Callable, Generator, Mapping
 from functools import partial
@@ -279,6 +280,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu.offload", description=__doc__)
     for option in inspect.signature(run).parameters.values():
         parser.add_argument(f"--{option.name}", type=type(option.default), default=option.default)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is not deterministic
     print(run(**vars(parser.parse_args(argv))), flush=True)
 
 

@@ -48,6 +48,17 @@ TRANSFORMS = (
         under_torch_func=False,
     ),
     Row(
+        "offload blocks",
+        lambda fn, model, directory: vf.offload(
+            fn,
+            vf.policies.first_of(vf.policies.recompute, vf.policies.everything),
+            model=model,
+            store=vf.DiskStore(directory),
+            blocks="layers.*",
+        ),
+        observes=None,
+    ),
+    Row(
         "with_channel_loss",
         lambda fn, model, directory: vf.with_channel_loss(fn, CHANNELS),
         observes="channel",

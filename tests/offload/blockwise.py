@@ -81,6 +81,7 @@ def assert_close(actual, expected, **tolerance):
     pairs = zip(pytree.tree_leaves(actual), pytree.tree_leaves(expected), strict=True)
     for got, wanted in pairs:
         torch.testing.assert_close(got, wanted, **tolerance)
+        assert got.requires_grad == wanted.requires_grad
 
 
 def assert_equal(actual, expected):

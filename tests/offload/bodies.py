@@ -13,21 +13,23 @@ import veofunc as vf
 
 
 class CloneStore:
-    """A user's own store: it keeps clones."""
+    """A user's own store: it keeps clones, gaps included."""
 
     def accepts(self, tensor):
         return True
 
     def put(self, tensor):
-        return CloneSlot(tensor.detach().clone())
+        return CloneSlot(tensor)
 
 
 class CloneSlot:
     def __init__(self, tensor):
-        self.tensor = tensor
+        self.shape, self.stride = tensor.shape, tensor.stride()
+        span = 1 + sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
+        self.content = tensor.detach().as_strided((span,), (1,)).resolve_conj().resolve_neg().clone()
 
     def get(self):
-        return self.tensor.clone()
+        return self.content.clone().as_strided(self.shape, self.stride)
 
 
 class Block(nn.Module):
@@ -86,10 +88,10 @@ def steps(fn, model, num_steps=2):
         model.load_state_dict(state)
 
 
-def assert_equal(first, second):
+def assert_equal(first, second, what=""):
     assert len(first) == len(second)
     for i, (a, b) in enumerate(zip(first, second, strict=True)):
-        assert a.dtype == b.dtype and torch.equal(a, b), f"entry {i} of {len(first)} differs"
+        assert a.dtype == b.dtype and torch.equal(a, b), f"{what}: entry {i} of {len(first)} differs"
 
 
 def sums(fn, kind="count"):
@@ -204,7 +206,8 @@ def residual_in_place(m, x):
 
 
 def chunks_changed_in_place(m, x):
-    a, b, c = m.qkv(x).chunk(3, dim=-1)
+    qkv = m.qkv(x)
+    a, b, c = qkv[:, :8], qkv[:, 8:16], qkv[:, 16:]
     a.mul_(2)
     b[:2].add_(c[2:])
     return (a.sin() * b.cos() * c).sin()
@@ -315,10 +318,11 @@ def autocast(m, x):
 
 
 def subclass(m, x):
-    two = TwoTensor((x @ m.w).sin(), x.cos())
-    two.a.mul_(2)
-    two = two * 3
-    return two.a.sin() * two.b.exp()
+    h = (x @ m.w).sin()
+    mask = TwoTensor((x > 0).float(), (x < 1).float())
+    before = mask.a.cos()
+    mask.mul_(2)
+    return h * mask.a.sin() * mask.b.exp() + (h * before).cos()
 
 
 def sparse(m, x):
@@ -448,9 +452,9 @@ def custom_functions(m, x):
 
 def custom_function_in_place(m, x):
     h = (x @ m.w).sin()
-    before = h.cos()
+    before = h + 1
     h = DoubledInPlace.apply(h.view(-1)).view(4, 8)
-    return (h.sin() * before).cos()
+    return (h.sin() * before.cos()).cos()
 
 
 def kernel_in_place(m, x):
@@ -461,10 +465,11 @@ def kernel_in_place(m, x):
 
 
 def kernel_in_place_on_a_view(m, x):
-    a, b, c = m.qkv(x).chunk(3, dim=-1)
+    qkv = m.qkv(x)
+    a, b, c = qkv[:, :8], qkv[:, 8:16], qkv[:, 16:]
     before = a + b
     FilledByKernel.apply(b)
-    return (a * b * m.v).sin() * (c + before.cos())
+    return ((a + b) * m.v).sin() * (c + before.cos())
 
 
 def sloppy_kernel_in_place(m, x):
@@ -507,8 +512,13 @@ def changed_out_of_autograds_sight(m, x):
     kept = x @ m.w
     h = (kept + x + 1).sin()
     kept.data.mul_(2)
-    x.data.mul_(2)  # of this block's argument, which nothing has saved
     return h.cos() @ m.w
+
+
+def argument_changed_out_of_autograds_sight(m, x):
+    h = (x + 1).sin()
+    x.data.mul_(2)  # no operation has saved it
+    return h.cos()
 
 
 def parameters_exchanged(m, x):
@@ -607,6 +617,7 @@ BODIES = {
         filled_by_operations,
         without_gradient,
         changed_out_of_autograds_sight,
+        argument_changed_out_of_autograds_sight,
         parameters_exchanged,
         made_in_inference_mode,
         checkpointed_inside,

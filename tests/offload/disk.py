@@ -77,9 +77,9 @@ def crowd_out(store):
     settle(store)
 
 
-def until_somebody_waits(store):
-    """Returns when a thread waits in `store`."""
-    while not store._traffic._condition._waiters:
+def until_somebody_waits(store, number=1):
+    """Returns when that many threads wait in `store`."""
+    while len(store._traffic._condition._waiters) < number:
         threading.Event().wait(0.001)
 
 

@@ -212,20 +212,15 @@ BLOCKS = {"blocks": "layers.*"}
 CASES = {
     "nothing": Case(p.nothing),
     "everything": Case(p.everything),
-    "larger_than": Case(p.larger_than(400)),
     "in_modules": Case(p.in_modules("layers.1")),
     "names": Case(p.names(offload=("mixed",))),
     "every_third": Case(every_third),
     "keep": Case(p.everything, {"keep": 1500}),
-    "nothing in blocks": Case(p.nothing, BLOCKS),
     "everything in blocks": Case(p.everything, BLOCKS),
     "matmuls": Case(p.matmuls, BLOCKS),
-    "recompute": Case(p.recompute, BLOCKS),
     "recompute, offload the rest": Case(p.first_of(p.recompute, p.everything), BLOCKS),
-    "offload matmuls": Case(p.any_of(p.matmuls, p.not_(p.matmuls)), BLOCKS),
     "names in blocks": Case(p.names(save=("mlp",), offload=("mixed",)), BLOCKS),
     "recompute names": Case(p.names(recompute=("mixed", "mlp")), BLOCKS),
-    "by_turns": Case(by_turns, BLOCKS),
     "by_turns, keep": Case(by_turns, {**BLOCKS, "keep": 1000}),
 }
 

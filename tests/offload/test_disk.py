@@ -328,9 +328,9 @@ def test_a_directory_that_cannot_be_made_raises_at_once(tmp_path):
 def test_the_file_is_closed_and_the_threads_end_with_the_last_slot(tmp_path):
     others = io_threads()
     store = vf.DiskStore(tmp_path)
-    assert io_threads() == others  # none before they are needed
+    assert set(io_threads()) <= set(others)  # none before they are needed
     slot = store.put(torch.ones(10))
-    threads = [thread for thread in io_threads() if thread not in others]
+    threads = set(io_threads()) - set(others)
     assert len(threads) == 2
     assert all(thread.daemon for thread in threads)
     del store
@@ -342,16 +342,15 @@ def test_the_file_is_closed_and_the_threads_end_with_the_last_slot(tmp_path):
     assert open_files(tmp_path) == []
 
 
-def test_threads_end_though_something_was_never_read_and_something_failed(tmp_path, monkeypatch):
+def test_threads_end_though_a_write_failed_and_nobody_was_told(tmp_path, monkeypatch):
     others = io_threads()
     with failing(monkeypatch, "pwrite", errno.EIO):
         store = vf.DiskStore(tmp_path, direct=False)
-        slots = [store.put(torch.ones(10)) for _ in range(3)]
+        failed = store.put(torch.ones(10))
         settle(store)
-    for slot in slots:
-        slot.prefetch()
-    threads = [thread for thread in io_threads() if thread not in others]
-    del store, slots, slot
+        failed.prefetch()
+    threads = set(io_threads()) - set(others)
+    del store, failed
     for thread in threads:
         thread.join(10)
         assert not thread.is_alive()
@@ -407,7 +406,7 @@ def code(request):
 def test_a_failed_write_raises_once_at_the_next_put_and_nothing_is_lost(code, tmp_path, monkeypatch):
     store = vf.DiskStore(tmp_path)
     with failing(monkeypatch, "pwrite", code):
-        slots = [store.put(torch.full((1000,), float(i))) for i in range(1)]
+        slots = [store.put(torch.full((1000,), 0.0))]
         settle(store)
         message = f"cannot offload 4096 bytes to a file in {tmp_path}: {os.strerror(code)}"
         with pytest.raises(OSError, match=message) as raised:

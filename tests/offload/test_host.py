@@ -66,14 +66,16 @@ def test_prints_as_what_one_would_type():
 
 
 @NO_ACCELERATOR
-def test_memory_that_cannot_be_pinned_is_an_error_if_it_must_be():
+@pytest.mark.parametrize("sync", [False, True])
+def test_memory_that_cannot_be_pinned_is_an_error_if_it_must_be(sync):
     with pytest.raises(RuntimeError, match=r"cannot page-lock 1048576 bytes of host memory: \w"):
-        AnywhereStore(pin=True, sync=True).put(torch.ones(3))
+        AnywhereStore(pin=True, sync=sync).put(torch.ones(3))
 
 
 @NO_ACCELERATOR
-def test_memory_that_cannot_be_pinned_is_pageable_after_one_warning():
-    store = AnywhereStore(sync=True)
+@pytest.mark.parametrize("sync", [False, True])
+def test_memory_that_cannot_be_pinned_is_pageable_after_one_warning(sync):
+    store = AnywhereStore(sync=sync)
     with pytest.warns(
         UserWarning, match="cannot page-lock.*goes on with pageable memory.*pin=False"
     ) as warned:

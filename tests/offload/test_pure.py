@@ -426,6 +426,14 @@ def keeps_what_it_wrote_into(self, x):
     return x.sin()
 
 
+def keeps_what_it_changed(self, x):
+    y = x.exp()
+    with torch.no_grad():
+        y.mul_(2)
+    kept.append(y)
+    return x.sin()
+
+
 def changes_input(self, x):
     return x.add_(1).sin()
 
@@ -459,6 +467,7 @@ def moves_statistics(self, x):
         (keeps_an_input, r"lets out a tensor of shape \[2, 3\]"),
         (keeps_outside, r"lets out a tensor of shape \[2, 3\]"),
         (keeps_what_it_wrote_into, r"lets out a tensor of shape \[3\]"),
+        (keeps_what_it_changed, r"lets out a tensor of shape \[2, 3\]"),
         (lambda self, x: Plain(x.sin()), "in an object that is no pytree"),
         (changes_input, "changes its inputs, parameters or buffers in place"),
         (changes_parameter, "changes its inputs, parameters or buffers in place"),

@@ -86,7 +86,9 @@ class TestWrites:
             del slots[5]
             thread.join()
             assert is_numbered(late[0].get(), 16)
-        assert all(is_numbered(slot.get(), i) for i, slot in zip([*range(5), *range(6, 16)], slots, strict=True))
+        assert all(
+            is_numbered(slot.get(), i) for i, slot in zip([*range(5), *range(6, 16)], slots, strict=True)
+        )
 
     def test_what_dies_before_it_is_written_is_never_written(self, store, monkeypatch):
         with counted(monkeypatch, "pwrite") as writes, held(monkeypatch, "pwrite") as gate:
@@ -99,7 +101,9 @@ class TestWrites:
         assert writes == [64 * KIB]
         assert is_numbered(first.get(), 0)
 
-    def test_what_dies_while_it_is_written_gives_its_place_to_others_only_afterwards(self, store, monkeypatch):
+    def test_what_dies_while_it_is_written_gives_its_place_to_others_only_afterwards(
+        self, store, monkeypatch
+    ):
         with held(monkeypatch, "pwrite") as gate:
             dying = store.put(numbered(1))
             gate.reached.wait()
@@ -109,21 +113,21 @@ class TestWrites:
         crowd_out(store)
         assert all(is_numbered(slot.get(), i) for i, slot in enumerate(slots, start=2))
 
-    def test_a_tensor_larger_than_all_buffers_passes_alone(self, store, monkeypatch):
-        for size in (3 * MIB, MIB + 1):
-            with held(monkeypatch, "pwrite") as gate:
-                slots = [store.put(numbered(0))]
-                gate.reached.wait()
-                thread = threading.Thread(target=lambda: slots.append(store.put(numbered(1, size))))
-                thread.start()
-                until_somebody_waits(store)
-            thread.join()
+    @pytest.mark.parametrize("size", [MIB + 4, 3 * MIB])
+    def test_a_tensor_larger_than_all_buffers_passes_alone(self, size, store, monkeypatch):
+        with held(monkeypatch, "pwrite") as gate:
+            slots = [store.put(numbered(0))]
+            gate.reached.wait()
+            thread = threading.Thread(target=lambda: slots.append(store.put(numbered(1, size))))
+            thread.start()
+            until_somebody_waits(store)
+        thread.join()
+        assert is_numbered(slots[1].get(), 1)
+        settle(store)
+        with counted(monkeypatch, "preadv") as reads:
+            slots[1].prefetch()
             assert is_numbered(slots[1].get(), 1)
-            settle(store)
-            with counted(monkeypatch, "preadv") as reads:
-                slots[1].prefetch()
-                assert is_numbered(slots[1].get(), 1)
-            assert len(reads) == 1
+        assert len(reads) == 1
 
     def test_without_buffers_each_tensor_passes_alone(self, tmp_path):
         store = make_store(tmp_path, inflight_bytes=0)
@@ -162,7 +166,7 @@ class TestReads:
             threads = [threading.Thread(target=lambda: got.append(slot.get())) for _ in range(2)]
             for thread in threads:
                 thread.start()
-            until_somebody_waits(store)
+            until_somebody_waits(store, number=2)
             assert got == []
             gate.open()
             for thread in threads:

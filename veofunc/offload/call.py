@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import sys
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -20,8 +21,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from veofunc.offload.ahead import ReadAhead
 from veofunc.offload.layout import Layout, Parts, View, is_plain
 from veofunc.offload.ledger import Ledger
+from veofunc.offload.partition import CompiledBlocks
 from veofunc.offload.policy import ask
 from veofunc.offload.recompute import Source, make_program
+from veofunc.offload.regions import Region, saving_region
 from veofunc.offload.saved import Fate, Handle, Moved, SavedTensor, op_of
 from veofunc.offload.stores import Store
 from veofunc.offload.tape import Ref, Tape, Value
@@ -38,8 +41,8 @@ running: ContextVar[tuple[Call, ...]] = ContextVar("veofunc_offload_calls", defa
 def checkpoint_name(x: Tensor, name: str) -> Tensor:
     """Names `x` for policies that ask for `SavedTensor.name`, such as `veofunc.policies.names`.
 
-    The name holds for these values in this call of an offloaded function: also where a later operation
-    saves them reshaped or transposed, and not for copies. Outside of one it does nothing.
+    The name holds in this call of an offloaded function: also where `x` is saved reshaped or transposed, was
+    saved already, or is changed in place later, and not for copies. Outside of a call it does nothing.
 
     Args:
         x: a tensor of any shape and dtype.
@@ -81,6 +84,7 @@ class Settings:
     Attributes:
         paths: the modules to follow, with their paths; empty if the policy does not ask for them.
         blocks: the modules inside which tensors may be recomputed; None if there is no such thing.
+        compiled: the same in compiled code, where the compiler asks the policy.
     """
 
     policy: Callable[[SavedTensor], Fate]
@@ -90,6 +94,7 @@ class Settings:
     model: nn.Module | None
     paths: Mapping[nn.Module, str]
     blocks: frozenset[nn.Module] | None
+    compiled: CompiledBlocks | None
     ledger: Ledger
 
     @property
@@ -109,7 +114,9 @@ class Call:
         self.block: nn.Module | None = None  # the outermost of them that is a block
         self.tape = Tape(self.is_plain)
         self.in_block: list[tuple[weakref.ref[Handle], SavedTensor, Ref]] = []  # to be decided at its end
-        self.undecided: dict[tuple, list[tuple[weakref.ref[Handle], SavedTensor]]] = {}
+        # Kept as far as known, until a name may come; and where such tensors lie.
+        self.undecided: weakref.WeakKeyDictionary[Handle, SavedTensor] = weakref.WeakKeyDictionary()
+        self.unnamed: dict[tuple, list[weakref.ref[Handle]]] = {}
         self.names: dict[tuple, tuple[StorageWeakRef, str]] = {}
         self.ahead = ReadAhead(settings.prefetch)
         self.newest: deque[weakref.ref[Handle]] = deque()  # handles within `keep`
@@ -118,6 +125,8 @@ class Call:
         self.names_given: set[str] = set()
         self.num_packed = self.num_asked = self.num_offload = self.num_refused = 0
         self.num_moved = self.num_recomputed = 0
+        self.region: Region | None = None  # the compiled region that saves a tensor now
+        self.offloaded_by: Counter[Region | None] = Counter()
 
     @contextlib.contextmanager
     def active(self) -> Generator[None]:
@@ -128,6 +137,7 @@ class Call:
                 module_hooks(self.settings.paths, before=self._enter, after=self._leave, always=True),
                 saved_tensors_hooks(pack, unpack),
                 contextlib.nullcontext() if self.settings.blocks is None else self.tape,
+                _while_compiling(self.settings.compiled),
             ):
                 yield
         finally:
@@ -158,6 +168,9 @@ class Call:
         with self.tape.paused():
             handle = self._handle(tensor)
             if self._is_movable(tensor):
+                self.region = saving_region() if "torch._dynamo" in sys.modules else None
+                if self.region is not None and self.settings.compiled is not None:
+                    self.settings.compiled.saw(self.region)
                 self._decide_or_wait(handle, tensor)
             return handle
 
@@ -167,10 +180,10 @@ class Call:
         with self.tape.paused():
             for part in self._parts(tensor):
                 self.names[_place(part)] = (StorageWeakRef(part.untyped_storage()), name)
-                for weak, saved in self.undecided.pop(_place(part), ()):
+                for weak in self.unnamed.get(_place(part), ()):
                     handle = weak()
-                    if handle is not None and handle.present:
-                        self._decide(handle, replace(saved, name=name))
+                    if handle is not None and handle in self.undecided:
+                        self._decide_so_far(handle, replace(self.undecided.pop(handle), name=name))
             if self.block is not None and self.is_plain(tensor):
                 value = self.tape.ref(tensor).value
                 if value.saved is not None:
@@ -185,7 +198,7 @@ class Call:
             value.saved = self._describe(tensor, op_of(tensor))
 
     def made(self, value: Value, tensor: Tensor, op: str) -> bool:
-        value.saved = replace(self._describe(tensor, op), recomputable=True)
+        value.saved = replace(self._describe(tensor, op), index=self.num_packed, recomputable=True)
         return self._ask(value.saved) is not Fate.RECOMPUTE
 
     # Fates.
@@ -201,15 +214,21 @@ class Call:
         saved = self._describe(tensor, op_of(tensor))
         if self.block is not None and self.is_plain(tensor):
             self.in_block.append((weakref.ref(handle), saved, self.tape.read(tensor)))
-        elif self._decide(handle, saved) is Fate.KEEP and self.settings.reads_name:
-            for part in self._parts(tensor):
-                self.undecided.setdefault(_place(part), []).append((weakref.ref(handle), saved))
         else:
+            self._decide_so_far(handle, saved)
+            if handle in self.undecided:
+                for part in self._parts(tensor):
+                    self.unnamed.setdefault(_place(part), []).append(weakref.ref(handle))
             self._move_oldest()
+
+    def _decide_so_far(self, handle: Handle, saved: SavedTensor) -> None:
+        if self._decide(handle, saved) is Fate.KEEP and self.settings.reads_name:
+            self.undecided[handle] = saved
 
     def _decide(self, handle: Handle, saved: SavedTensor) -> Fate:
         fate = self._fate(handle.tensor, saved)
         if fate is Fate.OFFLOAD:
+            self.offloaded_by[self.region] += 1
             self._hold(handle)
         return fate
 
@@ -314,8 +333,9 @@ class Call:
             if fate is Fate.RECOMPUTE:
                 wanted.append((handle, ref))
                 continue
-            is_whole = fate is Fate.KEEP or ref.view.covers(handle.tensor.untyped_storage().nbytes())
-            sources.setdefault(ref.value, []).append(Source(handle, ref.view, is_whole, is_lent=True))
+            if not ref.value.lost:
+                is_whole = fate is Fate.KEEP or ref.view.covers(handle.tensor.untyped_storage().nbytes())
+                sources.setdefault(ref.value, []).append(Source(handle, ref.view, is_whole, is_lent=True))
             if fate is Fate.OFFLOAD:
                 moving.append(handle)
         return sources, wanted
@@ -415,7 +435,9 @@ class Call:
 
     @property
     def is_idle(self) -> bool:
-        return self.num_packed > 0 and self.num_moved + self.num_recomputed == 0
+        compiled = self.settings.compiled
+        num_recomputed = self.num_recomputed + (0 if compiled is None else compiled.num_recomputed)
+        return self.num_packed > 0 and self.num_moved + num_recomputed == 0
 
     def why_idle(self) -> str:
         policy, store = self.settings.policy, type(self.settings.store).__name__
@@ -442,6 +464,12 @@ def is_parameter(tensor: Tensor) -> bool:
     return base.is_leaf and base.requires_grad
 
 
+def _while_compiling(blocks: CompiledBlocks | None) -> contextlib.AbstractContextManager:
+    """What compiles meanwhile obeys `blocks`. Without a compiler there is nothing to do."""
+    is_needed = blocks is not None and "torch._dynamo" in sys.modules
+    return blocks.active() if is_needed else contextlib.nullcontext()
+
+
 def _storages_of(model: nn.Module | None) -> set[int]:
     if model is None:
         return set()
@@ -451,8 +479,8 @@ def _storages_of(model: nn.Module | None) -> set[int]:
 
 def _place(part: Tensor) -> tuple:
     """Equal for tensors that show the same bytes in one piece, in whatever shape."""
-    size = part.element_size()
-    return part.untyped_storage()._cdata, part.storage_offset() * size, part.numel() * size
+    size, view = part.element_size(), View.of(part)
+    return part.untyped_storage()._cdata, view.offset * size, part.numel() * size, view.end
 
 
 def _identity(tensor: Tensor) -> tuple:

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from veofunc.offload.call import Call, Settings, is_parameter
-from veofunc.offload.layout import is_plain
+from veofunc.offload.layout import is_strided
 from veofunc.offload.ledger import Ledger
 from veofunc.offload.saved import Fate, Handle, Moved, SavedTensor, op_of
 from veofunc.offload.tape import Ref
@@ -49,6 +49,9 @@ def dry_run(fn: Callable, settings: Settings, args: tuple, kwargs: dict[str, Any
     """
     # Real tensors that fn closes over are turned into fake ones where they are used.
     mode, flops = FakeTensorMode(allow_non_fake_inputs=True), _FlopCounter()
+    mode._allow_unsafe_data_ptr_access = (
+        False  # a kernel that is no operation of PyTorch raises; else it crashes
+    )
     with _undone(settings.model, mode), mode, flops:
         call = DryCall(settings, mode, flops)
         args, kwargs = tree_map_only(Tensor, call.given, (args, kwargs))
@@ -138,9 +141,7 @@ class DryCall(Call):
 
     @staticmethod
     def is_plain(tensor: Tensor) -> bool:
-        return is_plain(tensor) or (
-            type(tensor) is FakeTensor and tensor.layout is torch.strided and tensor.numel() > 0
-        )
+        return type(tensor) is FakeTensor and is_strided(tensor)
 
     def given(self, argument: Tensor) -> Tensor:
         """`argument` of `fn` without its elements."""

@@ -206,6 +206,7 @@ class _Rule:
                 return tuple(results[i] for i in outs)
 
             pull_back = torch.func.vjp(outputs, *(operands[i] for i in wrt))[1]
+            # Used once: what the block saves is freed on the way back.
             return pull_back(operands[self.num_operands :], retain_graph=False)
 
         return replace(self, function=gradients, num_operands=self.num_operands + len(outs), last_at=last_at)
@@ -273,6 +274,8 @@ class _Block(torch.autograd.Function):
             )
         wrt = [i for i, needed in enumerate(ctx.needs_input_grad[1:]) if needed]
         outs = [i for i, grad in enumerate(grads) if grad is not None]
+        if not outs:
+            return (None,) * len(ctx.needs_input_grad)
         saved = ctx.saved_tensors
         operands = [_alive(t) for t in (*saved, *(grads[i] for i in outs))]
         if not torch.is_grad_enabled():  # for lower levels too, as it is for any other operation

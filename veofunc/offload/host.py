@@ -36,14 +36,16 @@ class HostStore:
             copies are as with False. False: pageable memory; each copy makes the host wait. True: an
             error if it is impossible.
         cache_bytes: bytes of free host memory that are kept to be used again, an int of at least 0. What is
-            above goes back to PyTorch, which keeps page-locked memory for other tensors until
-            `torch.accelerator.empty_host_cache()`.
+            above goes back to PyTorch, which keeps page-locked memory for other tensors (until
+            `torch.accelerator.empty_host_cache()`, where PyTorch has it).
         inflight_bytes: bytes of device memory that may wait for their copy to the host, an int of at
             least 0. With 0 the device waits for each copy.
         sync: copies on the stream that computes, and the host waits for each: nothing runs beside anything.
-        codec: None, or `torch.bfloat16` or `torch.int8`: floating tensors that are wider are kept in it,
-            with a loss. Gradients are then no longer the same bit for bit. The bounds are at
-            `veofunc.offload.codec`.
+        codec: None, or `torch.bfloat16` or `torch.int8`: what wider floating tensors are kept in, with a
+            loss; gradients are then no longer the same bit for bit. An element x comes back off by at most
+            |x| / 257 with bfloat16, and with int8 by at most absmax / 254, where absmax is the largest
+            magnitude in its row of the last dimension, apart from the rounding of the tensor's own dtype; a
+            row with anything infinite or NaN comes back as NaN. `veofunc.offload.codec` has the fine print.
 
     Raises:
         ValueError: an option is out of range.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-__all__ = ["Layout", "Parts", "View", "emptied", "is_plain"]
+__all__ = ["Layout", "Parts", "View", "emptied", "is_plain", "is_strided"]
 
 PLAIN_TYPES = (Tensor, nn.Parameter, nn.Buffer)
 
@@ -20,12 +20,15 @@ def is_plain(tensor: Tensor) -> bool:
     Not so: subclasses, sparse, nested and quantised tensors, those of a running `vmap`, those made in
     inference mode, and zeros that PyTorch never writes to memory.
     """
+    return type(tensor) in PLAIN_TYPES and tensor.device.type != "meta" and is_strided(tensor)
+
+
+def is_strided(tensor: Tensor) -> bool:
+    """The same for tensors that only stand for others: of whatever type and without elements."""
     return (
-        type(tensor) in PLAIN_TYPES
-        and tensor.layout is torch.strided
+        tensor.layout is torch.strided
         and not tensor.is_nested
         and not tensor.is_quantized
-        and tensor.device.type != "meta"
         and tensor.numel() > 0
         and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
         and not tensor.is_inference()

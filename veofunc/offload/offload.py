@@ -18,8 +18,10 @@ from veofunc.offload.functional import run_under_torch_func
 from veofunc.offload.host import HostStore
 from veofunc.offload.layout import Layout
 from veofunc.offload.ledger import Ledger
+from veofunc.offload.partition import CompiledBlocks
 from veofunc.offload.policies import nothing
 from veofunc.offload.policy import ask, is_inside
+from veofunc.offload.regions import why_little_gained
 from veofunc.offload.saved import Fate, SavedTensor, op_of
 from veofunc.offload.stores import Store
 from veofunc.transform import Transformed, find_model, matches, name_of, some_paths
@@ -144,11 +146,17 @@ def make_settings(
             f"policy {policy!r} returns RECOMPUTE, for which offload needs blocks=: the modules inside which "
             'tensors may be recomputed, as in blocks="layers.*"'
         )
-    follows = model is not None and (blocks is not None or getattr(policy, "reads_path", True))
-    compiled = compiled_modules(fn, model) if follows else set()
-    paths = {m: path for path, m in model.named_modules() if m not in compiled} if follows else {}
-    inside = None if blocks is None else frozenset(m for m, path in paths.items() if matches(path, blocks))
-    return Settings(policy, store, keep, prefetch, model, paths, inside, Ledger())
+    ledger = Ledger()
+    if model is None or (blocks is None and not getattr(policy, "reads_path", True)):
+        return Settings(policy, store, keep, prefetch, model, {}, None, None, ledger)
+    paths = {module: path for path, module in model.named_modules()}
+    compiled = compiled_modules(fn, model)
+    eager = {module: path for module, path in paths.items() if module not in compiled}
+    if blocks is None:
+        return Settings(policy, store, keep, prefetch, model, eager, None, None, ledger)
+    chosen = frozenset(module for module, path in paths.items() if matches(path, blocks))
+    in_compiled = CompiledBlocks(policy, paths, chosen)
+    return Settings(policy, store, keep, prefetch, model, eager, chosen & eager.keys(), in_compiled, ledger)
 
 
 def _check_glob(what: str, glob: str, model: nn.Module | None, fits: Callable[[str, str], bool]) -> None:
@@ -163,8 +171,13 @@ def _check_glob(what: str, glob: str, model: nn.Module | None, fits: Callable[[s
 def complaints(call: Call) -> list[str]:
     """What the user should know about a call that went well."""
     policy = call.settings.policy
-    missing = sorted(set(getattr(policy, "names", ())) - call.names_given)
-    found = []
+    compiled = call.settings.compiled
+    given = call.names_given | (set() if compiled is None else compiled.names_given)
+    missing = sorted(set(getattr(policy, "names", ())) - given)
+    found = [] if compiled is None else list(compiled.complaints)
+    gain = why_little_gained(call.offloaded_by)
+    if gain is not None:
+        found.append(gain)
     if call.num_packed and missing:
         found.append(
             f"policy {policy!r} asks for names that were not given: {', '.join(missing)}; name tensors with "

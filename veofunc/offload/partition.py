@@ -16,7 +16,6 @@ import contextlib
 import itertools
 import math
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -107,13 +106,15 @@ class CompiledBlocks:
         leaving = {_storage(node) for node in inside if _leaves_block(node, inside)}
         names = _names(nodes) if inside else {}
         self.names_given.update(name for name, _ in names.values())
-        fates: dict[int | None, Fate | None] = {}  # of each storage; None if it comes from outside
+        fates: dict[int, Fate | None] = {}  # of each storage; None if it comes from outside
         index = itertools.count()
         for node in nodes:
             storage = _storage(node)
+            if storage is None or storage in fates:
+                continue
             if node not in inside:
-                fates.setdefault(storage, None)
-            elif storage is not None and storage not in fates and _is_result(node, inside):
+                fates[storage] = None
+            elif _is_result(node, inside):
                 saved = _describe(node, inside[node].path, next(index), names.get(storage))
                 fates[storage] = self._ask(replace(saved, recomputable=storage not in leaving), root)
         _tag(inside, fates)
@@ -122,11 +123,12 @@ class CompiledBlocks:
         """Those of `nodes` that run in a block, and about which nobody else has decided."""
         paths = {str(id(module)): path for module, path in self.paths.items()}
         blocks = [self.paths[block] for block in self.blocks]
-        above = [] if root is None or root not in self.paths else [("", self.paths[root])]
+        above = [] if root is None or root not in self.paths else [(("", ""), self.paths[root])]
         inside = {}
         for node in filter(_may_be_tagged, nodes):
-            stack = node.meta.get("nn_module_stack") or ()  # for each module its id, and @ which call it is
-            calls = above + [(call, paths[key]) for call in stack if (key := call.split("@")[0]) in paths]
+            # For each module its id, and @ which call it is, with the expression that it was reached by.
+            stack = [(key, name) for key, (name, _) in (node.meta.get("nn_module_stack") or {}).items()]
+            calls = above + [(call, paths[key]) for call in stack if (key := call[0].split("@")[0]) in paths]
             for call, path in calls:
                 if any(_is_within(path, block) for block in blocks):
                     operation = (call, node.meta.get("seq_nr"), str(node.meta.get("original_aten") or node))
@@ -183,7 +185,7 @@ class _Place:
         path: of the innermost module.
     """
 
-    block: str
+    block: tuple[str, str]
     operation: tuple
     path: str
 
@@ -197,24 +199,24 @@ def _compiled_module() -> nn.Module | None:
     return root if isinstance(root, nn.Module) else None
 
 
-def _tag(inside: Mapping[fx.Node, _Place], fates: Mapping[int | None, Fate | None]) -> None:
+def _tag(inside: Mapping[fx.Node, _Place], fates: Mapping[int, Fate | None]) -> None:
     """Tells the partitioner. Where there is no tag it does as it would without us.
 
     What is kept is tagged only if it is computed from what is not: else the partitioner would compute both
     again. For the rest it knows better: it saves what is costly, and computes what costs next to nothing.
     """
-    parts = defaultdict(list)
-    for node, place in inside.items():
-        parts[place.operation].append(node)
-    again: set[fx.Node] = set()
-    for nodes in parts.values():
-        known = {node: fates[storage] for node in nodes if (storage := _storage(node)) in fates}
-        whole = Fate.RECOMPUTE if Fate.RECOMPUTE in known.values() else None  # for what only it sees
-        again.update(node for node in nodes if known.get(node, whole) is Fate.RECOMPUTE)
+    stored = {node: storage for node in inside if (storage := _storage(node)) is not None}
+    known = {node: fates[storage] for node, storage in stored.items() if storage in fates}
+    whole = {inside[node].operation for node, fate in known.items() if fate is Fate.RECOMPUTE}
+    again = {
+        node
+        for node, place in inside.items()
+        if known.get(node, Fate.RECOMPUTE) is Fate.RECOMPUTE and place.operation in whole
+    }
     for node in inside:
         if node in again:
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-        elif fates.get(_storage(node)) is not None and not again.isdisjoint(node.all_input_nodes):
+        elif known.get(node) is not None and not again.isdisjoint(node.all_input_nodes):
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
@@ -240,7 +242,7 @@ def _is_result(node: fx.Node, inside: Mapping[fx.Node, _Place]) -> bool:
 
 
 def _is_within(path: str, block: str) -> bool:
-    return path == block or path.startswith(f"{block}.")
+    return not block or path == block or path.startswith(f"{block}.")
 
 
 def _storage(node: fx.Node) -> int | None:

@@ -16,7 +16,7 @@ from veofunc.offload.policy import STRENGTH, Named, Policy, ask, combination, is
 from veofunc.offload.saved import Fate, SavedTensor
 
 if TYPE_CHECKING:
-    from veofunc.offload.plan import Plan
+    from veofunc.offload.plan import Plan, PlannedTensor
 
 __all__ = [
     "all_of",
@@ -235,20 +235,19 @@ def budget(
             raise ValueError(f"{option} must be a finite number > 0, got {rate!r}")
     if nbytes is not None and (isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 0):
         raise ValueError(f"nbytes must be an int >= 0 (bytes) or None, got {nbytes!r}")
-    chosen: list[Fate] = []
+    fates: dict[tuple, Fate] = {}
     free_at, left = 0.0, inf if nbytes is None else nbytes
-    for tensor in plan.tensors:
-        saved, fate = tensor.saved, tensor.fate
-        if tensor.same_as is not None:
-            fate = chosen[tensor.same_as]
-        elif fate is Fate.OFFLOAD:
-            done_at = max(free_at, tensor.flops / flops_per_second) + saved.nbytes / bytes_per_second
-            if done_at <= plan.flops / flops_per_second and saved.nbytes <= left:
-                free_at, left = done_at, left - saved.nbytes
+    for key, tensors in _by_key(plan.tensors).items():
+        first = tensors[0]
+        fate = first.fate if first.same_as is None else fates[_key(plan.tensors[first.same_as].saved)]
+        if fate is Fate.OFFLOAD and first.same_as is None:
+            size = sum(tensor.saved.nbytes for tensor in tensors)
+            done_at = max(free_at, first.flops / flops_per_second) + size / bytes_per_second
+            if done_at <= plan.flops / flops_per_second and size <= left:
+                free_at, left = done_at, left - size
             else:
                 fate = Fate.KEEP
-        chosen.append(fate)
-    fates = dict(zip((_key(tensor.saved) for tensor in plan.tensors), chosen, strict=True))
+        fates[key] = fate
 
     def decide(saved: SavedTensor) -> Fate:
         return fates.get(_key(saved), Fate.RECOMPUTE if saved.recomputable else Fate.KEEP)
@@ -265,6 +264,14 @@ def budget(
         data=frozenset(fates.items()),
         recomputes=Fate.RECOMPUTE in fates.values(),
     )
+
+
+def _by_key(tensors: Iterable[PlannedTensor]) -> dict[tuple, list[PlannedTensor]]:
+    """In order. Most keys have one tensor; another that is held for recomputation may have the same."""
+    groups: dict[tuple, list[PlannedTensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(_key(tensor.saved), []).append(tensor)
+    return groups
 
 
 def _key(saved: SavedTensor) -> tuple[int, str]:

@@ -160,7 +160,7 @@ class _Run:
         for old, _ in node.written:
             ref = next(ref for ref in node.reads if ref.value is old)
             storage = self.read(ref).untyped_storage()
-            own[old] = storage if old in free and self._source(ref) is None else storage.clone()
+            own[old] = storage if old in free else storage.clone()
 
         def argument(ref: Ref) -> Tensor:
             return ref.view.on(own[ref.value]) if ref.value in own else self.read(ref)
@@ -204,10 +204,11 @@ def _leading_to(
 
 @contextlib.contextmanager
 def _as_below_autograd() -> Generator[None]:
-    """The tape is below autograd and autocast, so its operations run without them."""
+    """The tape is below autograd and autocast, so its operations run without them, as in training."""
     accelerator = torch.accelerator.current_accelerator()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
+        stack.enter_context(torch._C._AutoDispatchBelowAutograd())
+        stack.enter_context(torch.enable_grad())  # kernels may ask for it
         for device in {"cpu", accelerator.type if accelerator else "cpu"}:
             stack.enter_context(torch.autocast(device, enabled=False))
         yield

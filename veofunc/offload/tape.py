@@ -264,7 +264,11 @@ class Tape(TorchDispatchMode):
             args = tuple(arg for i, arg in enumerate(args) if i in positions)
             kwargs = {name: kwargs[name] for name in names if name in kwargs}
         tensors = tensors_in((args, kwargs))
-        return [part for t in tensors for part in ([t] if self._is_readable(t) else Parts.of(t).tensors)]
+        return [
+            part
+            for t in tensors
+            for part in ([t] if self._is_readable(t) else Parts.of(t, self.is_plain).tensors)
+        ]
 
     def _output(self, node: Node, tensor: Tensor, shown: set[int | None]) -> Ref | None:
         address = _address(tensor)

@@ -1,0 +1,602 @@
+"""A plan is what a run does: fates and bytes one by one, without memory and without changing anything."""
+
+import io
+import os
+import pickle
+import random
+import subprocess
+import sys
+import threading
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import veofunc as vf
+from tests.offload.bodies import BODIES, INPUT, Model
+from tests.offload.table import CASES, MODELS, WIDTH, CloneStore, Layers, batch, every_third, make
+from veofunc import policies as p
+from veofunc.offload.call import Call
+from veofunc.offload.offload import make_settings
+
+EVENTS = ("packed", "kept", "deduplicated", "moved", "recomputed")
+DEFAULTS = {"model": None, "store": None, "keep": 0, "prefetch": 0, "blocks": None}
+
+
+def planned(fn, policy, *args, **options):
+    return vf.plan_offload(fn, policy, **{"store": CloneStore(), **options})(*args)
+
+
+def run(fn, policy, *args, **options):
+    """The sums of a real run, as a plan has them; and the output."""
+    offloaded = vf.offload(fn, policy, **{"store": CloneStore(), **options})
+    out = offloaded(*args)
+    stats = offloaded.stats()
+    return [{event: int(stats[kind, event]) for event in EVENTS} for kind in ("count", "bytes")], out
+
+
+def assert_same(plan, sums):
+    assert [plan.count, plan.bytes] == sums
+
+
+def recording(policy, log):
+    def ask(saved):
+        fate = policy(saved)
+        log.append((saved, fate))
+        return fate
+
+    return ask
+
+
+# What is saved, and what becomes of it.
+
+
+class PickleStore(CloneStore):
+    """Keeps no tensors, so that all that live are those of the run; what it gives back can be followed."""
+
+    def __init__(self):
+        self.given: list[tuple[StorageWeakRef, int]] = []
+
+    def put(self, tensor):
+        return PickleSlot(self, pickle.dumps(tensor.clone()))
+
+
+class PickleSlot:
+    def __init__(self, store, content):
+        self.store, self.content = store, content
+
+    def get(self):
+        tensor = pickle.loads(self.content)
+        storage = tensor.untyped_storage()
+        self.store.given.append((StorageWeakRef(storage), storage.nbytes()))
+        return tensor
+
+
+class Live(TorchDispatchMode):
+    """Bytes of the storages that operations under it have made and that are still there."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and torch._C._has_storage(tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self.made or self.made[storage._cdata][0].expired():
+                    self.made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        return out
+
+    def nbytes(self, ignored):
+        return sum(
+            n for address, (ref, n) in self.made.items() if address not in ignored and not ref.expired()
+        )
+
+
+def addresses(model):
+    return {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.filterwarnings("ignore:offload moved nothing", "ignore:policy .* asks for names")
+def test_counts_bytes_questions_and_what_is_held_in_the_end_are_those_of_a_run(name, case):
+    model, x, case = make(name), batch(), CASES[case]
+
+    def fn(x):
+        return model(x * 1).sum()
+
+    asked, foretold = [], []
+    options = {"model": model, **case.options}
+    with Live() as live:
+        sums, out = run(fn, recording(case.policy, asked), x, **options, store=PickleStore())
+    plan = planned(fn, recording(case.policy, foretold), x, **options)
+    assert_same(plan, sums)
+    assert foretold == asked
+    assert plan.held_bytes == live.nbytes(addresses(model)) - out.nbytes
+    assert plan.plain_bytes == planned(fn, p.nothing, x, model=model).held_bytes
+
+
+class Watched(Call):
+    """A real call that looks at its handles each time that one is made."""
+
+    def __init__(self, settings):
+        super().__init__(settings)
+        self.handles, self.timeline = [], []
+
+    def _handle(self, tensor, saved=None):
+        if self.handles:
+            self.timeline.append(self.nbytes())
+        handle = super()._handle(tensor, saved)
+        self.handles.append(weakref.ref(handle))
+        return handle
+
+    def nbytes(self):
+        """Bytes that handles hold: not given up, or brought back before backward asks for it."""
+        handles = [handle for ref in self.handles if (handle := ref()) is not None]
+        tensors = [h.tensor for h in handles if h.present] + [h.ready for h in handles if h.ready is not None]
+        storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+        return sum(n for address, n in storages.items() if address not in addresses(self.settings.model))
+
+
+def watched(model, case):
+    options = {**DEFAULTS, "model": model, "store": PickleStore(), **case.options}
+    return Watched(make_settings(model, case.policy, **options))
+
+
+@pytest.mark.parametrize("case", ["nothing", "every_third", "keep", "matmuls", "by_turns, keep"])
+@pytest.mark.parametrize("name", ["blocks", "in place", "strange", "dropped", "experts"])
+def test_what_is_held_after_each_tensor_is_that_of_a_run(name, case):
+    model, x = make(name), batch()
+    call = watched(model, CASES[case])
+    with call.active():
+        out = model(x)
+    assert len(call.handles) > 5
+    assert planned(model, CASES[case].policy, x, **CASES[case].options).forward == (
+        *call.timeline,
+        call.nbytes(),
+    )
+    del out
+
+
+@pytest.mark.parametrize("name", ["blocks", "tied", "convolution", "strange", "dropped"])
+def test_without_a_policy_it_is_what_plain_hooks_hold_after_each_tensor(name):
+    """Counted by itself: distinct storages, parameters apart, of what autograd holds."""
+    model, x = make(name), batch()
+    ignored, alive, timeline = addresses(model), weakref.WeakSet(), []
+
+    class Box:
+        pass
+
+    def nbytes():
+        storages = {box.storage._cdata: box.storage.nbytes() for box in alive}
+        return sum(n for address, n in storages.items() if address not in ignored)
+
+    def pack(tensor):
+        timeline.append(nbytes())
+        box = Box()
+        box.tensor, box.storage = tensor.detach(), tensor.untyped_storage()
+        alive.add(box)
+        return box
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda box: box.tensor):
+        out = model(x)
+    assert planned(model, p.nothing, x).forward == (*timeline[1:], nbytes())
+    del out
+
+
+class Sampling(TorchDispatchMode):
+    """Calls `sample` before each operation."""
+
+    def __init__(self, sample):
+        super().__init__()
+        self.sample, self.samples = sample, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.samples.append(self.sample())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("prefetch", [0, 1000])
+@pytest.mark.parametrize("case", ["nothing", "everything", "keep", "matmuls", "recompute, offload the rest"])
+def test_predicts_backward_to_within_what_one_operation_saves(case, prefetch):
+    model, x, case = Layers(*(MODELS["blocks"]().layers[0] for _ in range(6))), batch(), CASES[case]
+    call = watched(model, case)
+    with call.active():
+        loss = model(x).sum()
+    given = call.settings.store.given
+
+    def nbytes():
+        return call.nbytes() + sum(n for ref, n in given if not ref.expired())
+
+    with Sampling(nbytes) as backward:
+        loss.backward()
+    plan = planned(model, case.policy, x, **case.options, prefetch=prefetch)
+    assert len(plan.backward) == len(plan.tensors)
+    assert all(nbytes >= 0 for nbytes in plan.backward)
+    assert plan.peak_bytes == max(*plan.forward, *plan.backward) >= plan.held_bytes
+    assert backward.samples[-1] == 0
+    largest = max(tensor.saved.nbytes for tensor in plan.tensors)
+    assert plan.backward[-1] <= largest + prefetch
+    assert abs(max(plan.backward) - max(backward.samples)) <= 3 * largest + prefetch
+    assert 3 * largest < plan.plain_bytes / 10
+
+
+def test_prefetch_holds_more_in_backward_up_to_its_bytes_and_one_tensor():
+    model, x = make("mlp"), batch()
+    plans = [planned(model, p.everything, x, prefetch=prefetch) for prefetch in (0, 1, 1000, 1 << 40)]
+    largest = max(tensor.saved.nbytes for tensor in plans[0].tensors)
+    for plan, limit in zip(plans, (0, 1, 1000, plans[0].plain_bytes), strict=True):
+        extra = [a - b for a, b in zip(plan.backward, plans[0].backward, strict=True)]
+        assert all(0 <= nbytes < limit + largest for nbytes in extra) or limit == 0 == max(extra)
+    moved = [t.saved.nbytes for t in plans[3].tensors if t.fate is vf.Fate.OFFLOAD and t.same_as is None]
+    assert plans[3].backward[-1] <= plans[3].backward[0] == sum(moved)  # all asked for at once
+
+
+# Bodies that need the values of tensors or their memory, and what of the others a plan cannot know.
+NEED_ELEMENTS = (
+    "mixture_of_experts",
+    "random_numbers_of_somebodys_operation",
+    "kernel_in_place",
+    "kernel_in_place_on_a_view",
+    "sloppy_kernel_in_place",
+    "filled_by_a_kernel",
+)
+UNKNOWN = {
+    "lstm": "the size of its workspace",
+    "parameters_exchanged": "memory of parameters",
+    "exception_inside": "that an index is out of range",
+    "compiled_function_inside": "what a compiled function saves",
+    "gradient_taken_inside": "no run without a gradient for its input",
+}
+
+
+@pytest.mark.parametrize("case", ["everything", "recompute, offload the rest"])
+@pytest.mark.parametrize("body", sorted(BODIES.keys() - {*NEED_ELEMENTS, *UNKNOWN}))
+@pytest.mark.filterwarnings("ignore")
+def test_whatever_a_block_does_is_planned_as_it_runs(body, case):
+    case = CASES[case]
+    sums, _ = run(Model(BODIES[body]), case.policy, INPUT.clone(), **case.options)
+    assert_same(planned(Model(BODIES[body]), case.policy, INPUT.clone(), **case.options), sums)
+
+
+# Arguments and surroundings.
+
+
+def autocast(x, linear):
+    with torch.autocast("cpu", torch.bfloat16):
+        return linear(x).exp().float() * x
+
+
+def penalty(x, linear):
+    loss = linear(x).tanh().square().sum()
+    return sum(g.square().sum() for g in torch.autograd.grad(loss, linear.parameters(), create_graph=True))
+
+
+def backward_twice(x, linear):
+    loss = linear(x).tanh().square().sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+FUNCTIONS = {
+    "autocast": autocast,
+    "double backward": penalty,
+    "backward inside": backward_twice,
+    "veofunc.grad inside": lambda x, linear: vf.grad(lambda x: linear(x).tanh().square().sum())(x).sum(),
+    "vmap inside": lambda x, linear: torch.vmap(lambda x: linear(x).sin())(x),
+    "wrapper subclass": lambda x, linear: linear(TwoTensor(x, x * 2)).sin().exp(),
+    "sparse": lambda x, linear: torch.sparse.mm(x.flatten(1).to_sparse(), linear.weight.repeat(6, 1)).exp(),
+    "loop": lambda x, linear: torch.stack([linear(row).tanh() for row in x]).logsumexp(0),
+    "constant": lambda x, linear: linear(x).exp() * torch.tensor(2.0).item() * torch.tensor([1.0] * WIDTH),
+    "numpy constant": lambda x, linear: linear(x).exp() * torch.from_numpy(np.ones(WIDTH, dtype=np.float32)),
+}
+
+
+@pytest.mark.parametrize("kind", FUNCTIONS)
+@pytest.mark.filterwarnings("ignore:.*nested tensor:UserWarning", "ignore:offload moved nothing")
+def test_functions_of_all_kinds_are_planned_as_they_run(kind):
+    torch.manual_seed(0)
+    linear, x = nn.Linear(WIDTH, WIDTH), batch()
+    for policy in (p.everything, every_third):
+        sums, _ = run(FUNCTIONS[kind], policy, x, linear, model=linear)
+        assert_same(planned(FUNCTIONS[kind], policy, x, linear, model=linear), sums)
+        assert sums[0]["moved"] > 0
+
+
+def test_a_tensordict_and_keywords_are_given_on():
+    model, data = make("tied"), TensorDict({"x": batch(), "scale": torch.tensor(2.0)})
+
+    def fn(data, *, power):
+        return model(data["x"]) ** power * data["scale"]
+
+    assert planned(lambda x: model(x) ** 2.0 * data["scale"], p.everything, data["x"], model=model).count == (
+        vf.plan_offload(fn, p.everything, store=CloneStore(), model=model)(data, power=2.0).count
+    )
+
+
+def test_what_fn_closes_over_is_planned_as_it_runs_with_model_and_without():
+    """Without, frozen weights and buffers count as activations."""
+    model, x, weight = make("tied"), batch(), torch.randn(WIDTH)
+
+    def fn():
+        return model(x).sum(-1, keepdim=True) * weight * weight.exp()
+
+    for options in ({}, {"model": model}):
+        sums, _ = run(fn, p.everything, **options)
+        assert_same(planned(fn, p.everything, **options), sums)
+    assert planned(fn, p.everything).count["moved"] > planned(fn, p.everything, model=model).count["moved"]
+
+
+@pytest.mark.parametrize("place", [lambda y: y, lambda y: y[0], lambda y: y.transpose(0, 1)])
+def test_an_argument_is_known_by_the_operation_that_made_it(place):
+    model, y, asked, foretold = make("mlp"), place(nn.Linear(WIDTH, WIDTH)(batch()).tanh()), [], []
+    run(model, recording(p.everything, asked), y)
+    planned(model, recording(p.everything, foretold), y)
+    assert foretold == asked
+    assert asked[0][0].op == "tanh"
+
+
+def test_arguments_may_be_one_tensor_or_views_of_it():
+    model, y = make("mlp"), nn.Linear(WIDTH, WIDTH)(batch()).tanh()
+    for args in ((y, y), (y, y[0]), (y[0], y[0])):
+        sums, _ = run(lambda a, b: model(a) * b * a, p.everything, *args, model=model)
+        assert_same(planned(lambda a, b: model(a) * b * a, p.everything, *args, model=model), sums)
+
+
+def test_a_tensor_that_was_named_after_it_was_saved_is_shown_with_its_name():
+    def fn(w):
+        return vf.checkpoint_name(w.exp(), "late") * 2
+
+    plan = planned(fn, p.names(offload=["late"]), torch.ones(3, requires_grad=True))
+    assert [(tensor.saved.name, tensor.fate) for tensor in plan.tensors] == [("late", vf.Fate.OFFLOAD)]
+
+
+@pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_nothing_is_saved(without):
+    with without():
+        plan = planned(make("mlp"), p.everything, batch())
+    assert plan.tensors == plan.forward == plan.backward == ()
+    assert plan.held_bytes == plan.peak_bytes == plan.plain_bytes == 0
+    assert plan.flops > 0
+    assert "0 B" in repr(plan)
+    plan.plot()
+
+
+def test_floating_point_operations_are_those_that_torch_counts():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    for name in ("blocks", "convolution"):
+        model, x = make(name), batch()
+        with FlopCounterMode(display=False) as counter:
+            model(x)
+        plan = planned(model, p.everything, x)
+        assert plan.flops == counter.get_total_flops() > 0
+        counts = [tensor.flops for tensor in plan.tensors]
+        assert counts[0] == 0 and counts == sorted(counts) and counts[-1] <= plan.flops
+
+
+def test_threads_plan_apart():
+    model, start, plans = make("blocks"), threading.Barrier(3), []
+
+    def work():
+        start.wait()
+        plans.append(planned(model, p.everything, batch()))
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert plans == [planned(model, p.everything, batch())] * 3
+
+
+# Nothing is needed and nothing changes.
+
+
+class Careless(nn.Module):
+    """Draws, counts, caches, and goes backward, in its forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(6)
+        self.register_buffer("average", torch.zeros(WIDTH))
+        self.last = None
+
+    def forward(self, x):
+        random.random(), np.random.rand(), torch.manual_seed(0)
+        x = self.norm(self.linear(x) + torch.randn(WIDTH)) * (1 + self.average)
+        self.last, self.fresh, self.pair = x, x * 2, (x, x)
+        self.average = 0.9 * self.average + 0.1 * x.mean((0, 1)).detach()
+        x.sum().backward(retain_graph=True)
+        return nn.functional.dropout(x).exp()
+
+
+def state(model):
+    return {
+        "tensors": [
+            (name, id(t), t.tolist()) for name, t in (*model.named_parameters(), *model.named_buffers())
+        ],
+        "gradients": [None if t.grad is None else (id(t.grad), t.grad.tolist()) for t in model.parameters()],
+        "attributes": {name: repr(vars(module).keys()) for name, module in model.named_modules()},
+        "hooks": [module._forward_hooks | module._forward_pre_hooks for module in model.modules()],
+        "random": (random.getstate(), repr(np.random.get_state()), torch.get_rng_state().tolist()),
+        "global hooks": torch._C._autograd._top_saved_tensors_default_hooks(False),
+        "modes": torch.utils._python_dispatch._get_current_dispatch_mode_stack(),
+    }
+
+
+@pytest.mark.parametrize("with_gradient", [False, True])
+def test_model_gradients_random_numbers_and_files_are_as_before(with_gradient, tmp_path):
+    model, x = Careless(), batch()
+    if with_gradient:
+        model(x)
+        model.last = model.fresh = model.pair = None
+    store, before, files = vf.DiskStore(tmp_path), state(model), sorted(os.listdir("/proc/self/fd"))
+    first = planned(model, p.everything, x, store=store)
+    second = planned(model, p.everything, x, store=store)
+    assert first == second and hash(first) == hash(second)
+    assert first.count["moved"] > 0
+    assert state(model) == before
+    assert sorted(os.listdir("/proc/self/fd")) == files
+    assert os.listdir(tmp_path) == []
+    assert x.tolist() == batch().tolist() and x.grad is None
+
+
+def test_an_exception_leaves_nothing_behind_either():
+    model = Careless()
+    model.norm.register_forward_hook(lambda *args: 1 / 0)
+    before = state(model)
+    with pytest.raises(ZeroDivisionError):
+        planned(model, p.everything, batch())
+    assert state(model) == before
+
+
+def test_nothing_is_put_into_a_store():
+    class Refusing(CloneStore):
+        def put(self, tensor):
+            raise AssertionError("a plan moves nothing")
+
+    assert planned(make("mlp"), p.everything, batch(), store=Refusing()).count["moved"] > 0
+
+
+def test_a_store_is_asked_what_it_accepts():
+    class OnlyLarge(CloneStore):
+        def accepts(self, tensor):
+            return tensor.nbytes > 600
+
+    sums, _ = run(make("mlp"), p.everything, batch(), store=OnlyLarge())
+    assert_same(planned(make("mlp"), p.everything, batch(), store=OnlyLarge()), sums)
+    assert planned(make("mlp"), p.everything, batch(), store=vf.HostStore()).count["moved"] == 0
+
+
+LARGE = """
+import resource, torch, veofunc as vf
+from torch import nn
+resource.setrlimit(resource.RLIMIT_DATA, (1 << 31, 1 << 31))   # before, so that it covers what torch has taken
+block = lambda: nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256), nn.Dropout())
+model = nn.Sequential(*(block() for _ in range(24)))
+x = torch.zeros(1, 256).expand(20000, 256)
+plan = vf.plan_offload(model, vf.policies.everything, blocks="*")(x)
+print(plan.plain_bytes)
+"""
+
+
+def test_a_model_whose_activations_do_not_fit_is_planned():
+    ran = subprocess.run([sys.executable, "-c", LARGE], capture_output=True, text=True, check=True)
+    assert int(ran.stdout) > 4 << 30
+
+
+def test_a_model_without_memory_is_planned():
+    with torch.device("meta"):
+        model, x = make("blocks"), torch.empty(1 << 20, 6, WIDTH)
+    plan = planned(model, p.everything, x)
+    small = planned(make("blocks"), p.everything, batch())
+    assert plan.count == small.count
+    assert plan.plain_bytes * 3 == small.plain_bytes << 20
+    assert vf.plan_offload(model, p.everything)(x).count == plan.count  # the default store takes it
+
+
+# What cannot be planned.
+
+
+@pytest.mark.parametrize(
+    ("step", "operation"),
+    [
+        (lambda x: x.sum().item(), "_local_scalar_dense"),
+        (lambda x: 1 if x.sum() > 0 else 0, "_local_scalar_dense"),
+        (lambda x: x.tolist(), "_local_scalar_dense"),
+        (lambda x: x.nonzero(), "nonzero"),
+        (lambda x: x[x > 0], "nonzero"),
+        (lambda x: torch.unique(x), "_unique2"),
+        (lambda x: torch.equal(x, x), "equal"),
+    ],
+)
+def test_a_function_that_needs_values_is_refused_with_the_operation(step, operation):
+    def body(x):
+        step(x)
+        return x.exp()
+
+    before = torch._C._len_torch_dispatch_stack()
+    message = f"plan_offload runs body on tensors without elements, but it needs them in aten.{operation}"
+    with pytest.raises(ValueError, match=message):
+        planned(body, p.everything, batch())
+    assert torch._C._len_torch_dispatch_stack() == before
+
+
+def test_a_kernel_outside_of_pytorch_is_refused_instead_of_crashing():
+    with pytest.raises(RuntimeError, match="Cannot access data pointer"):
+        planned(BODIES["kernel_in_place"].__call__, p.everything, Model(BODIES["gru"]).layers[0], INPUT)
+
+
+def test_nested_tensors_are_refused():
+    nested = torch.nested.nested_tensor_from_jagged(torch.ones(5, WIDTH), torch.tensor([0, 3, 5]))
+    with pytest.raises(ValueError, match="cannot run on nested tensors"):
+        planned(lambda x: x.exp(), p.everything, nested)
+
+
+def test_options_are_those_of_offload():
+    with pytest.raises(ValueError, match="keep must be an int >= 0"):
+        vf.plan_offload(make("mlp"), p.everything, keep=-1)
+    with pytest.raises(ValueError, match="prefetch must be an int >= 0"):
+        vf.plan_offload(make("mlp"), p.everything, prefetch=float("nan"))
+    with pytest.raises(ValueError, match="matches no module"):
+        vf.plan_offload(make("mlp"), p.everything, blocks="decoder.*")
+    with pytest.raises(ValueError, match="for which offload needs blocks="):
+        vf.plan_offload(make("mlp"), p.recompute)
+    with pytest.raises(TypeError, match="fn must be callable"):
+        vf.plan_offload(3, p.everything)
+    with pytest.raises(TypeError, match=r"must return a veofunc\.Fate"):
+        planned(make("mlp"), lambda saved: "offload", batch())
+
+
+# How a plan looks.
+
+
+def test_prints_a_line_for_each_kind_and_one_for_all_layers():
+    plans = [
+        repr(planned(Layers(*(MODELS["blocks"]().layers[0] for _ in range(n))), p.larger_than(600), batch()))
+        for n in (2, 30)
+    ]
+    for text in plans:
+        lines = text.splitlines()
+        assert lines[0] == "offload(Layers, larger_than(600))"
+        assert max(map(len, lines)) <= 110
+        assert len(lines) < 40
+        assert any("layers.*.mlp.1" in line and "offload" in line for line in lines)
+        assert "layers.0" not in text
+    assert len(plans[0].splitlines()) == len(plans[1].splitlines())
+
+
+def test_prints_its_sums():
+    plan = planned(make("mlp"), p.any_of(p.matmuls, p.not_(p.matmuls)), batch(), blocks="layers.*")
+    text = repr(plan)
+    assert all(
+        f"{event:<14}{count:>7} tensors {plan.bytes[event]:>9} B" in text
+        for event, count in plan.count.items()
+        if count
+    )
+    assert f"held after forward {plan.held_bytes} B, without offload {plan.plain_bytes} B" in text
+    assert f"predicted peak {plan.peak_bytes} B" in text
+
+
+def test_draws_the_bytes_that_are_held():
+    from matplotlib.figure import Figure
+
+    plan = planned(make("blocks"), p.larger_than(500), batch())
+    figure = plan.plot()
+    assert type(figure) is Figure
+    (axes,) = figure.axes
+    assert axes.get_title() == "offload(Layers, larger_than(500))"
+    steps, plain, _ = axes.get_lines()
+    assert steps.get_ydata() == pytest.approx([n / 2**20 for n in (*plan.forward, *plan.backward)])
+    assert plain.get_ydata() == pytest.approx([plan.plain_bytes / 2**20] * 2)
+    figure.savefig(io.BytesIO())
