@@ -83,6 +83,16 @@ def test_resources_are_those_of_the_act_alone():
     assert all(value > 0 for value in large.values())
 
 
+def test_gradients_that_are_not_those_of_the_plain_step_are_an_error():
+    class Fixed:
+        def __init__(self, digest):
+            self.call = lambda method: digest
+
+    offload.require_equal_gradients({offload.PLAIN: Fixed("a"), "same": Fixed("a")})
+    with pytest.raises(RuntimeError, match=r"they differ in \['other'\]"):
+        offload.require_equal_gradients({offload.PLAIN: Fixed("a"), "same": Fixed("a"), "other": Fixed("b")})
+
+
 def test_goals_say_what_is_met_and_what_is_missed():
     def row(seconds, peak, rss):
         return [{"seconds": seconds, "peak MiB": peak, "RSS MiB": rss}]

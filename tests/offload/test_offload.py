@@ -928,7 +928,6 @@ class Tagged(torch.Tensor):
 STRANGE = {
     "sparse": lambda: torch.eye(3).to_sparse(),
     "subclass": lambda: torch.ones(3).as_subclass(Tagged),
-    "jagged": lambda: torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(3, 3)], layout=torch.jagged),
     "mkldnn": lambda: torch.ones(4).to_mkldnn(),
     "meta": lambda: torch.ones(3, device="meta"),
     "more than its storage": lambda: torch.arange(10.0).unfold(0, 5, 1),
@@ -943,10 +942,18 @@ def test_what_is_no_plain_strided_tensor_is_kept_as_it_is(kind):
     assert type(restored) is type(tensor)
     assert restored.layout == tensor.layout
     assert restored.device == tensor.device
-    if kind not in ("meta", "jagged"):
+    if kind != "meta":
         assert torch.equal(
             restored.to_dense() if tensor.layout != torch.strided else restored, tensor.to_dense()
         )
+
+
+def test_the_values_of_a_jagged_tensor_are_moved():
+    rows = [torch.rand(2, 3), torch.rand(3, 3)]
+    fn, (restored, _) = save_and_restore(torch.nested.nested_tensor(rows, layout=torch.jagged), torch.ones(3))
+    assert sums(fn)["moved"] == 2
+    assert restored.layout == torch.jagged
+    assert all(map(torch.equal, restored.unbind(), rows))
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

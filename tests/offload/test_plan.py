@@ -366,7 +366,6 @@ def test_without_gradients_nothing_is_saved(without):
         plan = planned(make("mlp"), p.everything, batch())
     assert plan.tensors == plan.forward == plan.backward == ()
     assert plan.held_bytes == plan.peak_bytes == plan.plain_bytes == 0
-    assert plan.flops > 0
     assert "0 B" in repr(plan)
     plan.plot()
 
@@ -452,11 +451,11 @@ def test_model_gradients_random_numbers_and_files_are_as_before(with_gradient, t
 
 
 def test_an_exception_leaves_nothing_behind_either():
-    model = Careless()
+    model, x = Careless(), batch()
     model.norm.register_forward_hook(lambda *args: 1 / 0)
     before = state(model)
     with pytest.raises(ZeroDivisionError):
-        planned(model, p.everything, batch())
+        planned(model, p.everything, x)
     assert state(model) == before
 
 
@@ -481,7 +480,7 @@ def test_a_store_is_asked_what_it_accepts():
 LARGE = """
 import resource, torch, veofunc as vf
 from torch import nn
-resource.setrlimit(resource.RLIMIT_DATA, (1 << 31, 1 << 31))   # before, so that it covers what torch has taken
+resource.setrlimit(resource.RLIMIT_DATA, (1 << 31, 1 << 31))
 block = lambda: nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256), nn.Dropout())
 model = nn.Sequential(*(block() for _ in range(24)))
 x = torch.zeros(1, 256).expand(20000, 256)
@@ -571,7 +570,7 @@ def test_prints_a_line_for_each_kind_and_one_for_all_layers():
         assert lines[0] == "offload(Layers, larger_than(600))"
         assert max(map(len, lines)) <= 110
         assert len(lines) < 40
-        assert any("layers.*.mlp.1" in line and "offload" in line for line in lines)
+        assert any("layers.*.mlp.*" in line and "offload" in line for line in lines)
         assert "layers.0" not in text
     assert len(plans[0].splitlines()) == len(plans[1].splitlines())
 

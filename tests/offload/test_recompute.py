@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -110,32 +109,36 @@ def test_works_with_read_ahead_from_any_store(policy, store, tmp_path):
 class Memory(TorchDispatchMode):
     """Bytes of the storages that operations made, while they live, and the names of the operations."""
 
-    def __init__(self):
+    def __init__(self, model):
         super().__init__()
-        self.storages, self.peak, self.ops = {}, 0, Counter()
+        self.storages = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
+        self.live, self.peak, self.ops = 0, 0, Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         self.ops[func._schema.name.removeprefix("aten::")] += 1
         for tensor in out if isinstance(out, tuple | list) else [out]:
             if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                if storage._cdata not in self.storages or self.storages[storage._cdata][0].expired():
-                    self.storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+                self._note(tensor.untyped_storage())
         self.peak = max(self.peak, self.live)
         return out
 
-    @property
-    def live(self):
-        return sum(nbytes for weak, nbytes in self.storages.values() if not weak.expired())
+    def _note(self, storage):
+        if storage._cdata not in self.storages:
+            self.storages.add(storage._cdata)
+            self.live += storage.nbytes()
+            weakref.finalize(storage, self._ended, storage._cdata, storage.nbytes())
+
+    def _ended(self, address, nbytes):
+        self.storages.discard(address)
+        self.live -= nbytes
 
 
 def measured(model, fn, x):
     """Bytes held between forward and backward, the most in backward, and operations of each pass."""
     model.zero_grad()
-    x = x.clone().requires_grad_()
-    with Memory() as memory:
-        loss = fn(x).sum()
+    with Memory(model) as memory:
+        loss = fn(x.clone().requires_grad_()).sum()
         held, forward = memory.live, memory.ops
         memory.ops, memory.peak = Counter(), 0
         loss.backward()
@@ -252,7 +255,7 @@ def test_a_chain_of_thousands_of_operations_is_replayed_once_without_recursion()
     plain = step(model, model)
     fn = recomputing(model)
     x = INPUT.clone().requires_grad_()
-    with Memory() as memory:
+    with Memory(model) as memory:
         out = fn(x)
         memory.ops.clear()
         out.sum().backward()
@@ -317,7 +320,7 @@ def test_each_pass_over_a_retained_graph_replays_once():
     model = Model(mlp_body)
     fn = recomputing(model)
     x = INPUT.clone().requires_grad_()
-    with Memory() as memory:
+    with Memory(model) as memory:
         out = fn(x).sum()
         counts = []
         for _ in range(3):
@@ -377,7 +380,7 @@ def test_a_dropped_graph_frees_everything_at_once():
             gc.disable()
             try:
                 x = INPUT.clone().requires_grad_()
-                with Memory() as memory, contextlib.suppress(UserWarning):
+                with Memory(model) as memory, contextlib.suppress(UserWarning):
                     out = fn(x)
                     if end == "whole":
                         out.sum().backward()

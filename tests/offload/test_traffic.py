@@ -157,6 +157,19 @@ class TestReads:
             assert all(is_numbered(slot.get(), i) for i, slot in enumerate(slots))
         assert len(reads) == 4
 
+    def test_read_ahead_takes_no_buffer_of_what_is_wanted_sooner(self, store, monkeypatch):
+        slots = [store.put(numbered(i)) for i in range(20)]
+        settle(store)
+        with counted(monkeypatch, "preadv") as reads:
+            for slot in reversed(slots):
+                slot.prefetch()
+            settle(store)
+            assert all(is_numbered(slots[i].get(), i) for i in range(19, 3, -1))
+            settle(store)
+            assert len(reads) == 4
+            assert all(is_numbered(slots[i].get(), i) for i in range(4))
+        assert len(reads) == 4
+
     def test_get_waits_for_the_read_that_is_under_way(self, store, monkeypatch):
         slot, got = store.put(numbered(3)), []
         crowd_out(store)

@@ -123,6 +123,7 @@ class Call:
         self.newest_bytes = 0
         self.known: dict[tuple, tuple[StorageWeakRef, weakref.ref[Moved]]] = {}
         self.names_given: set[str] = set()
+        self.names_saved: set[str | None] = set()
         self.num_packed = self.num_asked = self.num_offload = self.num_refused = 0
         self.num_moved = self.num_recomputed = 0
         self.region: Region | None = None  # the compiled region that saves a tensor now
@@ -235,6 +236,7 @@ class Call:
     def _fate(self, tensor: Tensor, saved: SavedTensor) -> Fate:
         """What the policy wants, as far as it can be had."""
         self.num_asked += 1
+        self.names_saved.add(saved.name)
         fate = self._ask(saved)
         if fate is Fate.RECOMPUTE and not saved.recomputable:
             return Fate.KEEP

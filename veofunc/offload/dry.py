@@ -49,14 +49,13 @@ def dry_run(fn: Callable, settings: Settings, args: tuple, kwargs: dict[str, Any
     """
     # Real tensors that fn closes over are turned into fake ones where they are used.
     mode, flops = FakeTensorMode(allow_non_fake_inputs=True), _FlopCounter()
-    mode._allow_unsafe_data_ptr_access = (
-        False  # a kernel that is no operation of PyTorch raises; else it crashes
-    )
-    with _undone(settings.model, mode), mode, flops:
+    # A kernel that is no operation of PyTorch shall raise; else it would crash.
+    mode._allow_unsafe_data_ptr_access = False
+    with _undone(settings.model, mode):
         call = DryCall(settings, mode, flops)
         args, kwargs = tree_map_only(Tensor, call.given, (args, kwargs))
         try:
-            with call.active(), _Faking(call):
+            with mode, flops, call.active(), _Faking(call):
                 out = fn(*args, **kwargs)
         except NEEDS_ELEMENTS as error:
             raise ValueError(
@@ -145,9 +144,10 @@ class DryCall(Call):
 
     def given(self, argument: Tensor) -> Tensor:
         """`argument` of `fn` without its elements."""
-        fake = self.fake(argument)
-        if argument.grad_fn is not None:
-            self._ops[_address(fake), op_of(fake)] = op_of(argument)
+        if argument.grad_fn is None:
+            return self.fake(argument)
+        fake = _Computed.apply(torch.zeros((), requires_grad=True), self.fake(argument.detach()))
+        self._ops[_address(fake), op_of(fake)] = op_of(argument)
         return fake
 
     def fake(self, tensor: Tensor) -> Tensor:
@@ -272,6 +272,18 @@ class DryCall(Call):
             used = [row] if row.fate is Fate.RECOMPUTE or row.is_held > row.is_extra else []
             for each in [*used, *(extra[row.block] if row is of_block[0] else ())]:
                 held.remove(each.storages)
+
+
+class _Computed(torch.autograd.Function):
+    """Makes a tensor look like the result of something, as `from_tensor` would with a warning."""
+
+    @staticmethod
+    def forward(ctx, anchor: Tensor, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, None]:
+        return None, None
 
 
 class _Faking(TorchDispatchMode):

@@ -206,8 +206,7 @@ class _Rule:
                 return tuple(results[i] for i in outs)
 
             pull_back = torch.func.vjp(outputs, *(operands[i] for i in wrt))[1]
-            # Used once: what the block saves is freed on the way back.
-            return pull_back(operands[self.num_operands :], retain_graph=False)
+            return pull_back(operands[self.num_operands :])
 
         return replace(self, function=gradients, num_operands=self.num_operands + len(outs), last_at=last_at)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -137,11 +138,8 @@ class Parts:
         # A result that is still on its way (it has trigger_wait) must not be looked into.
         if not is_traceable_wrapper_subclass(tensor) or hasattr(tensor, "trigger_wait"):
             return cls([])
-        attributes, context = tensor.__tensor_flatten__()
-        inner = {name: getattr(tensor, name) for name in attributes}
-        # The offsets of a nested tensor are part of its shape, by their identity: they stay.
-        staying = {name: t for name, t in inner.items() if tensor.is_nested and name != "_values"}
-        moving = {name: cls.of(t, is_plain) for name, t in inner.items() if name not in staying}
+        moving, staying, context = _taken_apart(tensor)
+        moving = {name: cls.of(inner, is_plain) for name, inner in moving.items()}
         if not all(parts.tensors for parts in moving.values()):
             return cls([])
         counts = {name: len(parts.tensors) for name, parts in moving.items()}
@@ -168,7 +166,17 @@ class Parts:
 def emptied(alias: Tensor) -> None:
     """Makes a detached alias give up its memory, so that only the version counter is shared."""
     if is_traceable_wrapper_subclass(alias):
-        for name in alias.__tensor_flatten__()[0]:
-            setattr(alias, name, getattr(alias, name).new_empty(0))
+        for name, inner in _taken_apart(alias)[0].items():
+            setattr(alias, name, inner.new_empty(0))
     else:
         alias.data = alias.new_empty(0)
+
+
+def _taken_apart(wrapper: Tensor) -> tuple[dict[str, Tensor], dict[str, Any], Any]:
+    """What can be moved of a wrapper, what stays, and what else it is rebuilt with."""
+    names, context = wrapper.__tensor_flatten__()
+    inner = {name: getattr(wrapper, name) for name in names}
+    # The offsets of a nested tensor are part of its shape, by their identity.
+    offsets = inner.keys() - {"_values"} if wrapper.is_nested else set()
+    moving = {name: t for name, t in inner.items() if isinstance(t, Tensor) and name not in offsets}
+    return moving, {name: t for name, t in inner.items() if name not in moving}, context

@@ -100,8 +100,13 @@ def offload(
         if why_hooks_are_forbidden() is not None:
             return _under_torch_func(fn, settings, args, kwargs)
         this = Call(settings)
-        with this.active():
-            out = fn(*args, **kwargs)
+        try:
+            with this.active():
+                out = fn(*args, **kwargs)
+        except RuntimeError as error:
+            if "saved tensor hooks" in str(error):
+                error.add_note("offload uses them: inside fn take veofunc.grad or veofunc.grad_and_value")
+            raise
         for warning in complaints(this):
             kind = warning.split(":")[0]
             if kind not in warned:
@@ -154,7 +159,7 @@ def make_settings(
     eager = {module: path for module, path in paths.items() if module not in compiled}
     if blocks is None:
         return Settings(policy, store, keep, prefetch, model, eager, None, None, ledger)
-    chosen = frozenset(module for module, path in paths.items() if matches(path, blocks))
+    chosen = frozenset(module for module, path in paths.items() if path and matches(path, blocks))
     in_compiled = CompiledBlocks(policy, paths, chosen)
     return Settings(policy, store, keep, prefetch, model, eager, chosen & eager.keys(), in_compiled, ledger)
 
@@ -175,6 +180,12 @@ def complaints(call: Call) -> list[str]:
     given = call.names_given | (set() if compiled is None else compiled.names_given)
     missing = sorted(set(getattr(policy, "names", ())) - given)
     found = [] if compiled is None else list(compiled.complaints)
+    unsaved = sorted((set(getattr(policy, "names", ())) & call.names_given) - call.names_saved)
+    if unsaved:
+        found.append(
+            f"policy {policy!r} asks for names that nothing saves: {', '.join(unsaved)}; name what "
+            "an operation reads that needs it for backward"
+        )
     gain = why_little_gained(call.offloaded_by)
     if gain is not None:
         found.append(gain)

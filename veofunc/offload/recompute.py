@@ -22,7 +22,7 @@ from torch import Tensor
 
 from veofunc.offload.layout import View
 from veofunc.offload.saved import Handle
-from veofunc.offload.tape import Node, Ref, Value, replaced, tensors_in
+from veofunc.offload.tape import Blank, Node, Ref, Value, replaced, tensors_in
 
 __all__ = ["Program", "Source", "make_program"]
 
@@ -162,11 +162,14 @@ class _Run:
             storage = self.read(ref).untyped_storage()
             own[old] = storage if old in free else storage.clone()
 
-        def argument(ref: Ref) -> Tensor:
-            return ref.view.on(own[ref.value]) if ref.value in own else self.read(ref)
+        def argument(leaf: Ref | Blank) -> Tensor:
+            if isinstance(leaf, Blank):
+                return leaf.tensor()
+            return leaf.view.on(own[leaf.value]) if leaf.value in own else self.read(leaf)
 
         with _random(node.random):
-            out = node.func(*replaced(node.args, argument, Ref), **replaced(node.kwargs, argument, Ref))
+            args, kwargs = replaced((node.args, node.kwargs), argument, (Ref, Blank))
+            out = node.func(*args, **kwargs)
         for tensor, made in zip(tensors_in(out), node.outputs, strict=True):
             if made is None:
                 continue

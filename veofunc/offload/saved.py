@@ -168,7 +168,7 @@ class Moved:
 
 
 def _put(store: Store, tensor: Tensor) -> Slot:
-    slot = store.put(tensor)
+    slot = store.put(tensor.detach())  # an alias: the store may go on reading when the handle is emptied
     if not isinstance(slot, Slot):
         raise TypeError(f"put of {store!r} must return a slot with a method get, got {slot!r}")
     return slot

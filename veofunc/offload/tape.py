@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from veofunc.offload.layout import Parts, View, is_plain
 from veofunc.offload.saved import SavedTensor
 
-__all__ = ["Node", "Ref", "Tape", "Value", "leaves", "replaced", "tensors_in"]
+__all__ = ["Blank", "Node", "Ref", "Tape", "Value", "leaves", "replaced", "tensors_in"]
 
 COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "fsdp", "symm_mem")
 # They change running statistics without saying so, but give the same without any.
@@ -83,12 +83,24 @@ class Ref:
     view: View
 
 
+@dataclass(frozen=True)
+class Blank:
+    """A tensor as an argument of which only the shape and the like matter."""
+
+    view: View
+    device: torch.device
+
+    def tensor(self) -> Tensor:
+        shape, stride = self.view.shape, self.view.stride
+        return torch.empty_strided(shape, stride, dtype=self.view.dtype, device=self.device)
+
+
 @dataclass(eq=False)
 class Node:
     """One operation of the tape.
 
     Attributes:
-        func: the operation; in `args` and `kwargs` a `Ref` stands for each tensor.
+        func: the operation; in `args` and `kwargs` a `Ref` or a `Blank` stands for each tensor.
         random: the random generators that it may have drawn from, each with its state before.
         outputs: one for each tensor among its results: the value it made and how that is shown, or None
             for a result that only shows what was there.
@@ -216,7 +228,9 @@ class Tape(TorchDispatchMode):
         """Writes the operation down, as one of the arguments `pure`."""
         old = [self.ref(tensor).value for tensor in written]
 
-        def read(tensor: Tensor) -> Ref:
+        def read(tensor: Tensor) -> Ref | Blank:
+            if _reads_shapes_only(func):
+                return Blank(View.of(tensor), tensor.device)
             ref = self.ref(tensor)
             return ref if ref.value in old or _is_view(func) else self.read(tensor)
 
@@ -346,6 +360,11 @@ def _is_view(func: torch._ops.OpOverload) -> bool:
 
 
 @functools.cache
+def _reads_shapes_only(func: torch._ops.OpOverload) -> bool:
+    return _name_of(func).endswith("_like") or _name_of(func).startswith("new_")
+
+
+@functools.cache
 def _overwrites(func: torch._ops.OpOverload) -> bool:
     """Whether what `func` writes to need not be read."""
     return (
@@ -396,7 +415,7 @@ def tensors_in(tree) -> Iterator[Tensor]:
     return (leaf for leaf in leaves(tree) if isinstance(leaf, Tensor))
 
 
-def replaced(tree, change: Callable, kind: type = Tensor):
+def replaced(tree, change: Callable, kind: type | tuple[type, ...] = Tensor):
     """`tree` with `change` applied to each leaf of `kind`."""
     if isinstance(tree, list | tuple):
         return type(tree)(replaced(item, change, kind) for item in tree)
