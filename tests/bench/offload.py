@@ -9,16 +9,19 @@ are compared with plain's, bit for bit. The columns:
 - RSS MiB: how much a step makes the process grow, over what it had before its first step.
 - moved MiB: what goes to the store in a step.
 
-On a CPU that is a file, and `save_on_cpu` has nowhere to go; on an accelerator it is host memory. A
-`DiskStore` has malloc give freed memory back, without which RSS says little about what is in use. That costs
-page faults. Two rows show how much, in processes that do so without offload.
+On a CPU that is a file, and `save_on_cpu` has nowhere to go; on an accelerator it is host memory. All
+processes have the allocator give freed memory back in large pages, by two environment variables that must be
+set before Python starts: else RSS says little about what is in use. `--allocator ""` leaves it as it is; then
+only those with a `DiskStore`, which asks for that itself, pay for it, in small pages.
 """
 
 import contextlib
 import hashlib
+import os
 import tempfile
 from collections.abc import Callable
 from statistics import median
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -78,14 +81,7 @@ def saved_on_cpu(model: Model, x: Tensor) -> Tensor:
 
 
 PLAIN, CHECKPOINT, OFFLOAD = "plain", "torch.utils.checkpoint per block", "offload large"
-GIVES_BACK = ", memory given back"
-PEERS = {
-    PLAIN: plain,
-    PLAIN + GIVES_BACK: plain,
-    CHECKPOINT: checkpointed,
-    CHECKPOINT + GIVES_BACK: checkpointed,
-    "torch save_on_cpu": saved_on_cpu,
-}
+PEERS = {PLAIN: plain, CHECKPOINT: checkpointed, "torch save_on_cpu": saved_on_cpu}
 
 
 def policies(nbytes: int) -> dict[str, p.Policy]:
@@ -111,8 +107,10 @@ def run(
     threads: int = 2,
     device: str = "cpu",
     directory: str = "",
+    allocator: str = "MALLOC_MMAP_THRESHOLD_=1048576 THP_MEM_ALLOC_ENABLE=1",
 ) -> str:
     with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ, (pair.split("=") for pair in allocator.split())))
         path = stack.enter_context(tempfile.TemporaryDirectory(dir=directory or None))
         sizes = width, layers, heads, batch, tokens, inflight, threads
         workers = {
@@ -131,6 +129,7 @@ def run(
     return "\n".join(
         (
             f"{layers} blocks of width {width}, {batch} texts of {tokens} tokens, float32, {threads} threads",
+            f"allocator: {allocator or 'as it is'}",
             "",
             measure.table("forward + backward", samples, others=columns),
             "",
@@ -156,8 +155,6 @@ class Step:
         threads: int,
     ):
         torch.set_num_threads(threads)
-        if GIVES_BACK in name:
-            malloc.give_back_large_blocks()
         torch.manual_seed(0)
         self.device, self.moved, self.buffers = device, lambda: 0, 0
         self.model = Model(width, heads, layers).to(device)

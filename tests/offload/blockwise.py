@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
+from torch.func import functional_call, grad, jacrev, vmap
 from torch.utils import _pytree as pytree
 
 from veofunc.offload.functional import run_under_torch_func
@@ -159,6 +159,54 @@ def subject_of(kind):
 
 def with_loss(subject, loss):
     return replace(subject, loss=loss)
+
+
+# Routes to a gradient.
+
+
+def by_params(s):
+    return grad(s.loss)(s.params, s.x)
+
+
+def by_input(s):
+    return grad(s.loss, argnums=1)(s.params, s.x)
+
+
+def by_example(s, **options):
+    return vmap(grad(s.loss), (None, 0), **options)(s.params, s.xs)
+
+
+def jacobian(s):
+    return jacrev(lambda x: torch.stack([s.loss(s.params, x), s.loss(s.params, -x)]))(s.x)
+
+
+def second(s):
+    return grad(lambda p: squares(grad(s.loss)(p, s.x)))(s.params)
+
+
+# One block, and whatever it does.
+
+
+class Returns(nn.Module):
+    def __init__(self, what):
+        super().__init__()
+        self.what = what
+        self.weight = nn.Parameter(randn(3, seed=5))
+
+    def forward(self, x, *others):
+        return self.what(self, x, *others)
+
+
+def check(what, use=lambda out: out.sum()):
+    """The block's gradients by its input and its weight are those of the bare block."""
+    block = Returns(what)
+    loss = lambda p, x: use(functional_call(block, p, (x,)))  # noqa: E731
+    params = {"weight": block.weight.detach()}
+    offloaded = Offloaded(loss, [block])
+    for route in (by_params, by_input, by_example, second):
+        subject = Subject(loss, params, randn(2, 3), randn(2, 2, 3, seed=1))
+        assert_close(route(with_loss(subject, offloaded)), route(subject))
+    return offloaded
 
 
 def assert_untouched(model):

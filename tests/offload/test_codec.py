@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import veofunc as vf
 from veofunc.offload.codec import check_codec, put_coded
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -224,3 +225,16 @@ def test_the_tensor_is_left_as_it_was_and_has_no_graph(codec):
 def test_an_unknown_codec_is_refused(codec):
     with pytest.raises(ValueError, match=r"codec must be torch\.bfloat16, torch\.int8 or None, got"):
         check_codec(codec)
+
+
+@pytest.mark.parametrize("codec", [torch.bfloat16, torch.int8])
+def test_both_stores_take_a_codec(codec, tmp_path):
+    tensor = torch.randn(5, 64)
+    for store in (vf.DiskStore(tmp_path, codec=codec), vf.HostStore(codec=codec)):
+        assert f"codec={codec}" in repr(store)
+        restored = store.put(tensor).get()
+        assert restored.dtype == tensor.dtype
+        assert not torch.equal(restored, tensor)
+        torch.testing.assert_close(restored, tensor, rtol=0, atol=float(tensor.abs().max()) / 100)
+    with pytest.raises(ValueError, match=r"codec must be torch.bfloat16, torch.int8 or None"):
+        vf.DiskStore(tmp_path, codec=torch.float16)

@@ -355,6 +355,18 @@ def test_decide_is_asked_about_plain_inputs_and_never_about_parameters_and_buffe
     assert offloaded.counts == {"packed": 12, "kept": 10, "deduplicated": 1, "moved": 1, "restored": 2}
 
 
+def test_inputs_that_are_no_plain_memory_are_kept():
+    class Mixes(nn.Module):
+        def forward(self, x, matrix, nothing):
+            return (matrix @ x).sin().sum() + nothing.sum()
+
+    block, matrix = Mixes(), randn(3, 3).to_sparse()
+    loss = lambda x: block(x, matrix, x[:0])  # noqa: E731
+    offloaded = Offloaded(loss, [block])
+    assert_equal(grad(offloaded)(randn(3, WIDTH)), grad(loss)(randn(3, WIDTH)))
+    assert offloaded.counts == {"packed": 3, "kept": 2, "moved": 1, "restored": 1}
+
+
 def test_nothing_is_moved_if_nothing_is_to_be():
     model, subject = subject_of(MlpChain)
     offloaded = Offloaded(subject.loss, model.layers, decide=lambda *args: False)

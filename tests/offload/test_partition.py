@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import nn
+from torch._decomp import core_aten_decompositions
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._functorch import config
@@ -166,7 +167,10 @@ def counting(ops):
         return make_boxed_func(graph.forward)
 
     return aot_autograd(
-        fw_compiler=forward, bw_compiler=backward, partition_fn=min_cut_rematerialization_partition
+        fw_compiler=forward,
+        bw_compiler=backward,
+        partition_fn=min_cut_rematerialization_partition,
+        decompositions=core_aten_decompositions(),
     )
 
 
@@ -223,29 +227,48 @@ def test_a_policy_that_keeps_or_offloads_leaves_the_split_to_the_compiler(gates)
 @pytest.mark.parametrize(
     ("policy", "expected"),
     [
-        (p.nothing, {}),
+        (p.nothing, {"sigmoid": 2}),
         (recompute, {"addmm": 2, "sigmoid": 2}),
         (lambda saved: Fate.KEEP if saved.op == "addmm" else Fate.RECOMPUTE, {"sigmoid": 2}),
         (lambda saved: Fate.KEEP if saved.op == "sigmoid" else Fate.RECOMPUTE, {}),
-        (lambda saved: Fate.RECOMPUTE if saved.path == "layers.1.linear" else Fate.KEEP, {}),
-        (lambda saved: Fate.RECOMPUTE if saved.path == "layers.1" else Fate.KEEP, {"sigmoid": 1}),
+        (lambda saved: Fate.RECOMPUTE if saved.path == "layers.1.linear" else Fate.KEEP, {"sigmoid": 1}),
+        (lambda saved: Fate.RECOMPUTE if "layers.1" in saved.path else Fate.KEEP, {"addmm": 1, "sigmoid": 2}),
     ],
     ids=["nothing", "all", "all but products", "all but what is needed", "what is not needed", "one block"],
 )
 def test_the_policy_decides_what_backward_computes(gates, policy, expected):
-    """Of the forward, that is. Of a gate it needs the sigmoid, and for that the product; not the sum."""
+    """Of a gate it needs the sigmoid, and for that the product; not the sum.
+
+    Sigmoids are cheap: where nothing forces the compiler it computes them again by itself.
+    """
     ops = Counter()
     outcome(gates, whole(gates, counting(ops)), blocks=blocks_of(gates, policy))
     assert {op: ops[op] for op in ("addmm", "sigmoid") if ops[op]} == expected
+
+
+@pytest.mark.parametrize(("recomputed", "expected"), [(("sigmoid",), (1, 0)), (("sigmoid", "tanh"), (1, 1))])
+def test_what_is_kept_is_not_computed_again_with_what_it_is_made_of(recomputed, expected):
+    """The compiler would do so, as it is cheap."""
+
+    class Chain(nn.Module):
+        def forward(self, x):
+            return x.sigmoid().tanh().square()
+
+    def policy(saved):
+        return Fate.RECOMPUTE if saved.op in recomputed else Fate.KEEP
+
+    model, ops = nn.ModuleDict({"layers": nn.ModuleList([Chain()])}), Counter()
+    fn = torch.compile(lambda x: model.layers[0](x), backend=counting(ops))
+    outcome(model, fn, blocks=blocks_of(model, policy))
+    assert (ops["sigmoid"], ops["tanh"]) == expected
 
 
 def test_a_block_that_runs_twice_is_two_blocks(gates):
     gates.layers[1] = gates.layers[0]
     plain, _ = outcome(gates, whole(gates))
     torch.compiler.reset()
-    ops = Counter()
     asked, policy = noted(Fate.RECOMPUTE)
-    ours, _ = outcome(gates, whole(gates, counting(ops)), blocks=blocks_of(gates, policy))
+    ours, _ = outcome(gates, whole(gates), blocks=blocks_of(gates, policy))
     assert_equal(plain, ours)
     assert sum(not saved.recomputable for saved in asked) == 2  # what leaves it, each time
 
@@ -382,7 +405,7 @@ def test_sizes_may_change():
     outcomes, counts = [], []
     for blocks in (None, blocks_of(model, policy)):
         torch.compiler.reset()
-        counter = CompileCounterWithBackend("aot_eager")
+        counter = CompileCounterWithBackend(counting(Counter()))
         fn = torch.compile(model, backend=counter, dynamic=True)
         outcomes.append([outcome(model, fn, x, blocks=blocks)[0] for x in xs])
         counts.append(counter.frame_count)
@@ -437,6 +460,16 @@ def test_other_threads_compile_as_ever(gates):
         thread.start()
         thread.join()
     assert len(done) == 1
+    assert blocks.num_recomputed == 0
+
+
+def test_a_setting_that_another_thread_put_back_does_nothing(gates):
+    """As it can happen before PyTorch 2.13, where all threads have one configuration."""
+    blocks = blocks_of(gates, recompute)
+    with blocks.active():
+        stale = config.joint_custom_pass
+    with config.patch(joint_custom_pass=stale):
+        outcome(gates, whole(gates))
     assert blocks.num_recomputed == 0
 
 

@@ -1,13 +1,15 @@
 """A plan is what a run does: fates and bytes one by one, without memory and without changing anything."""
 
+import contextlib
 import io
 import os
 import pickle
 import random
-import subprocess
-import sys
+import re
+import resource
 import threading
 import weakref
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -122,7 +124,6 @@ def test_counts_bytes_questions_and_what_is_held_in_the_end_are_those_of_a_run(n
     assert_same(plan, sums)
     assert foretold == asked
     assert plan.held_bytes == live.nbytes(addresses(model)) - out.nbytes
-    assert plan.plain_bytes == planned(fn, p.nothing, x, model=model).held_bytes
 
 
 class Watched(Call):
@@ -130,7 +131,7 @@ class Watched(Call):
 
     def __init__(self, settings):
         super().__init__(settings)
-        self.handles, self.timeline = [], []
+        self.handles, self.timeline, self.ignored = [], [], addresses(settings.model)
 
     def _handle(self, tensor, saved=None):
         if self.handles:
@@ -144,7 +145,7 @@ class Watched(Call):
         handles = [handle for ref in self.handles if (handle := ref()) is not None]
         tensors = [h.tensor for h in handles if h.present] + [h.ready for h in handles if h.ready is not None]
         storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
-        return sum(n for address, n in storages.items() if address not in addresses(self.settings.model))
+        return sum(n for address, n in storages.items() if address not in self.ignored)
 
 
 def watched(model, case):
@@ -160,10 +161,10 @@ def test_what_is_held_after_each_tensor_is_that_of_a_run(name, case):
     with call.active():
         out = model(x)
     assert len(call.handles) > 5
-    assert planned(model, CASES[case].policy, x, **CASES[case].options).forward == (
-        *call.timeline,
-        call.nbytes(),
-    )
+    plan = planned(model, CASES[case].policy, x, **CASES[case].options)
+    assert plan.forward == (*call.timeline, call.nbytes())
+    assert plan.held_bytes == call.nbytes()
+    assert plan.plain_bytes == planned(model, p.nothing, x).held_bytes
     del out
 
 
@@ -205,10 +206,9 @@ class Sampling(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("prefetch", [0, 1000])
 @pytest.mark.parametrize("case", ["nothing", "everything", "keep", "matmuls", "recompute, offload the rest"])
-def test_predicts_backward_to_within_what_one_operation_saves(case, prefetch):
-    model, x, case = Layers(*(MODELS["blocks"]().layers[0] for _ in range(6))), batch(), CASES[case]
+def test_predicts_backward_to_within_what_one_operation_saves(case):
+    model, x, case = Layers(*(MODELS["blocks"]().layers[0] for _ in range(5))), batch(), CASES[case]
     call = watched(model, case)
     with call.active():
         loss = model(x).sum()
@@ -219,15 +219,15 @@ def test_predicts_backward_to_within_what_one_operation_saves(case, prefetch):
 
     with Sampling(nbytes) as backward:
         loss.backward()
-    plan = planned(model, case.policy, x, **case.options, prefetch=prefetch)
+    plan = planned(model, case.policy, x, **case.options, prefetch=0)
     assert len(plan.backward) == len(plan.tensors)
     assert all(nbytes >= 0 for nbytes in plan.backward)
     assert plan.peak_bytes == max(*plan.forward, *plan.backward) >= plan.held_bytes
     assert backward.samples[-1] == 0
     largest = max(tensor.saved.nbytes for tensor in plan.tensors)
-    assert plan.backward[-1] <= largest + prefetch
-    assert abs(max(plan.backward) - max(backward.samples)) <= 3 * largest + prefetch
-    assert 3 * largest < plan.plain_bytes / 10
+    assert plan.backward[-1] <= largest
+    assert abs(max(plan.backward) - max(backward.samples)) <= 3 * largest
+    assert 3 * largest < plan.plain_bytes / 8
 
 
 def test_prefetch_holds_more_in_backward_up_to_its_bytes_and_one_tensor():
@@ -294,7 +294,9 @@ FUNCTIONS = {
     "veofunc.grad inside": lambda x, linear: vf.grad(lambda x: linear(x).tanh().square().sum())(x).sum(),
     "vmap inside": lambda x, linear: torch.vmap(lambda x: linear(x).sin())(x),
     "wrapper subclass": lambda x, linear: linear(TwoTensor(x, x * 2)).sin().exp(),
-    "sparse": lambda x, linear: torch.sparse.mm(x.flatten(1).to_sparse(), linear.weight.repeat(6, 1)).exp(),
+    "sparse": lambda x, linear: (
+        torch.sparse.mm(x.flatten(1).to_sparse(), linear.weight.repeat(6, 1)).sin().exp()
+    ),
     "loop": lambda x, linear: torch.stack([linear(row).tanh() for row in x]).logsumexp(0),
     "constant": lambda x, linear: linear(x).exp() * torch.tensor(2.0).item() * torch.tensor([1.0] * WIDTH),
     "numpy constant": lambda x, linear: linear(x).exp() * torch.from_numpy(np.ones(WIDTH, dtype=np.float32)),
@@ -306,10 +308,10 @@ FUNCTIONS = {
 def test_functions_of_all_kinds_are_planned_as_they_run(kind):
     torch.manual_seed(0)
     linear, x = nn.Linear(WIDTH, WIDTH), batch()
-    for policy in (p.everything, every_third):
+    for policy in (every_third, p.everything):
         sums, _ = run(FUNCTIONS[kind], policy, x, linear, model=linear)
         assert_same(planned(FUNCTIONS[kind], policy, x, linear, model=linear), sums)
-        assert sums[0]["moved"] > 0
+    assert sums[0]["moved"] > 0
 
 
 def test_a_tensordict_and_keywords_are_given_on():
@@ -336,9 +338,9 @@ def test_what_fn_closes_over_is_planned_as_it_runs_with_model_and_without():
     assert planned(fn, p.everything).count["moved"] > planned(fn, p.everything, model=model).count["moved"]
 
 
-@pytest.mark.parametrize("place", [lambda y: y, lambda y: y[0], lambda y: y.transpose(0, 1)])
-def test_an_argument_is_known_by_the_operation_that_made_it(place):
-    model, y, asked, foretold = make("mlp"), place(nn.Linear(WIDTH, WIDTH)(batch()).tanh()), [], []
+@pytest.mark.parametrize("view", [lambda y: y, lambda y: y[0], lambda y: y.flatten(0, 1)])
+def test_an_argument_is_known_by_the_operation_that_made_it(view):
+    model, y, asked, foretold = make("mlp"), view(nn.Linear(WIDTH, WIDTH)(batch()).tanh()), [], []
     run(model, recording(p.everything, asked), y)
     planned(model, recording(p.everything, foretold), y)
     assert foretold == asked
@@ -477,21 +479,28 @@ def test_a_store_is_asked_what_it_accepts():
     assert planned(make("mlp"), p.everything, batch(), store=vf.HostStore()).count["moved"] == 0
 
 
-LARGE = """
-import resource, torch, veofunc as vf
-from torch import nn
-resource.setrlimit(resource.RLIMIT_DATA, (1 << 31, 1 << 31))
-block = lambda: nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256), nn.Dropout())
-model = nn.Sequential(*(block() for _ in range(24)))
-x = torch.zeros(1, 256).expand(20000, 256)
-plan = vf.plan_offload(model, vf.policies.everything, blocks="*")(x)
-print(plan.plain_bytes)
-"""
+@contextlib.contextmanager
+def more_memory_at_most(nbytes):
+    """While the block runs, this process gets no more than `nbytes` of memory: a real "out of memory"."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    (used,) = re.findall(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    resource.setrlimit(resource.RLIMIT_DATA, (int(used) * 1024 + nbytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
 def test_a_model_whose_activations_do_not_fit_is_planned():
-    ran = subprocess.run([sys.executable, "-c", LARGE], capture_output=True, text=True, check=True)
-    assert int(ran.stdout) > 4 << 30
+    def block():
+        return nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.Dropout())
+
+    model, x = nn.Sequential(*(block() for _ in range(12))), torch.zeros(1, 64).expand(100_000, 64)
+    with more_memory_at_most(64 << 20):
+        with pytest.raises(RuntimeError, match="alloc"):
+            model(x)
+        plan = planned(model, p.everything, x)
+    assert plan.plain_bytes > 2 << 30
 
 
 def test_a_model_without_memory_is_planned():
@@ -563,7 +572,7 @@ def test_options_are_those_of_offload():
 def test_prints_a_line_for_each_kind_and_one_for_all_layers():
     plans = [
         repr(planned(Layers(*(MODELS["blocks"]().layers[0] for _ in range(n))), p.larger_than(600), batch()))
-        for n in (2, 30)
+        for n in (2, 12)
     ]
     for text in plans:
         lines = text.splitlines()

@@ -1,4 +1,4 @@
-"""What a block may do under `torch.func`, and what is refused."""
+"""What a block may do under `torch.func`: what it returns, and what it depends on beside its tensors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jacrev, vjp, vmap
 from torch.utils import _pytree as pytree
@@ -17,60 +16,21 @@ from tests.offload.blockwise import (
     Mlp,
     MlpChain,
     Offloaded,
-    Subject,
+    Returns,
     assert_close,
     assert_equal,
-    assert_untouched,
+    by_example,
+    by_params,
+    check,
+    jacobian,
     randn,
+    second,
     squares,
     subject_of,
     with_loss,
 )
 
-
-def by_params(s):
-    return grad(s.loss)(s.params, s.x)
-
-
-def by_input(s):
-    return grad(s.loss, argnums=1)(s.params, s.x)
-
-
-def by_example(s, **options):
-    return vmap(grad(s.loss), (None, 0), **options)(s.params, s.xs)
-
-
-def jacobian(s):
-    return jacrev(lambda x: torch.stack([s.loss(s.params, x), s.loss(s.params, -x)]))(s.x)
-
-
-def second(s):
-    return grad(lambda p: squares(grad(s.loss)(p, s.x)))(s.params)
-
-
 # What blocks return.
-
-
-class Returns(nn.Module):
-    def __init__(self, what):
-        super().__init__()
-        self.what = what
-        self.weight = nn.Parameter(randn(3, seed=5))
-
-    def forward(self, x, *others):
-        return self.what(self, x, *others)
-
-
-def check(what, use=lambda out: out.sum(), *others):
-    """The block's gradients by its input and its weight are those of the bare block."""
-    block = Returns(what)
-    loss = lambda p, x: use(functional_call(block, p, (x, *others)))  # noqa: E731
-    params = {"weight": block.weight.detach()}
-    offloaded = Offloaded(loss, [block])
-    for route in (by_params, by_input, by_example, second):
-        subject = Subject(loss, params, randn(2, 3), randn(2, 2, 3, seed=1))
-        assert_close(route(with_loss(subject, offloaded)), route(subject))
-    return offloaded
 
 
 @dataclass
@@ -380,199 +340,3 @@ def test_constants_from_elsewhere_may_be_read():
     check(loss_of)
     trained = Returns(None)  # detached, it is a constant too
     check(lambda self, x: (x * self.weight * trained.weight.detach()).sin())
-
-
-# Refusals.
-
-
-class Plain:
-    """No pytree."""
-
-    def __init__(self, hidden):
-        self.hidden = hidden
-
-
-kept = []
-
-
-def keeps_in_attribute(self, x):
-    self.aux = (x * self.weight).mean()
-    return x.sin()
-
-
-def keeps_in_a_new_list(self, x):
-    self.aux = [x.mean()]
-    return x.sin()
-
-
-def keeps_in_an_object(self, x):
-    self.aux = Plain((x * self.weight).mean())
-    return x.sin()
-
-
-def keeps_an_input(self, x):
-    kept.append(x)
-    return x.sin()
-
-
-def keeps_outside(self, x):
-    kept.append(x.exp())
-    return x.sin()
-
-
-def keeps_what_it_wrote_into(self, x):
-    kept.append(torch.zeros(3, dtype=x.dtype))
-    kept[-1][:2] = x[0, :2]
-    return x.sin()
-
-
-def keeps_what_it_changed(self, x):
-    y = x.exp()
-    with torch.no_grad():
-        y.mul_(2)
-    kept.append(y)
-    return x.sin()
-
-
-def changes_input(self, x):
-    return x.add_(1).sin()
-
-
-def changes_parameter(self, x):
-    with torch.no_grad():
-        self.weight.add_(1)
-    return x.sin()
-
-
-def replaces_parameter(self, x):
-    self.weight = nn.Parameter(self.weight.detach() + 1)
-    return x.sin()
-
-
-def adds_buffer(self, x):
-    self.register_buffer("mean", x.detach().mean(), persistent=False)
-    return x.sin()
-
-
-def moves_statistics(self, x):
-    return nn.functional.batch_norm(x, torch.zeros(3).double(), torch.ones(3).double(), training=True)
-
-
-@pytest.mark.parametrize(
-    "what, why",
-    [
-        (keeps_in_attribute, "keeps a tensor that depends on its inputs, as its attribute 'aux'"),
-        (keeps_in_a_new_list, "keeps a tensor that depends on its inputs, as its attribute 'aux'"),
-        (keeps_in_an_object, r"lets out a tensor of shape \[\]"),
-        (keeps_an_input, r"lets out a tensor of shape \[2, 3\]"),
-        (keeps_outside, r"lets out a tensor of shape \[2, 3\]"),
-        (keeps_what_it_wrote_into, r"lets out a tensor of shape \[3\]"),
-        (keeps_what_it_changed, r"lets out a tensor of shape \[2, 3\]"),
-        (lambda self, x: Plain(x.sin()), "in an object that is no pytree"),
-        (changes_input, "changes its inputs, parameters or buffers in place"),
-        (changes_parameter, "changes its inputs, parameters or buffers in place"),
-        (replaces_parameter, "replaces its parameters or buffers"),
-        (adds_buffer, "replaces its parameters or buffers"),
-        (moves_statistics, "moves the running statistics"),
-        (lambda self, x: (x.sin(), x[0]), "returns a view of an input"),
-        (lambda self, x: x.view(-1), "returns a view of an input"),
-        (lambda self, x: x.sin().chunk(3, -1), "two views of one tensor"),
-        (lambda self, x: self.weight.view(3, 1), "returns a view of an input"),
-    ],
-)
-def test_a_block_that_is_no_function_of_its_tensors_is_refused(what, why):
-    block = Returns(what)
-    loss = lambda x: squares(block(x * 1)) * 1.0  # noqa: E731
-    kept.clear()
-    with pytest.raises(
-        RuntimeError, match=f"block 'layers.0' under torch.func: it .*{why}.* Use veofunc.grad"
-    ):
-        grad(Offloaded(loss, [block]))(randn(2, 3))
-    assert_untouched(block)
-
-
-@pytest.mark.parametrize("order", [1, 2])
-@pytest.mark.parametrize("transform", ["grad", "vmap(grad)", "vmap"])
-def test_a_tensor_that_is_transformed_but_no_input_is_refused(transform, order):
-    block = Returns(lambda self, x: x * self.side)
-
-    def loss(x, side):
-        block.side = side.sin()
-        return block(x).sum()
-
-    offloaded = Offloaded(loss, [block])
-    x, side = randn(2, 3), randn(2, 3, seed=1)
-    by = grad(offloaded) if transform == "vmap" else grad(offloaded, argnums=(0, 1))
-    by = by if transform == "grad" else vmap(by)
-    if order == 2:
-        by = grad(lambda x, side, by=by: squares(by(x, side)))
-    with pytest.raises(RuntimeError, match=r"reads a tensor of shape .* that torch.func transforms"):
-        by(x, side)
-
-
-def test_a_tensor_of_an_outer_vmap_is_refused_where_the_block_has_another_batch():
-    block = Returns(lambda self, x: x * self.side)
-
-    def loss(x, side):
-        block.side = side
-        return block(x).sum()
-
-    x = randn(2, 3)
-    inner = lambda side: vmap(grad(Offloaded(loss, [block])), (0, None))(x, side)  # noqa: E731
-    with pytest.raises(RuntimeError, match=r"reads a tensor of shape \[3\] that torch.func transforms"):
-        vmap(inner)(randn(2, 3, seed=1))
-
-
-def test_a_tensor_that_requires_grad_but_is_no_input_is_refused():
-    weight = nn.Parameter(randn(3, 3))
-    block = Returns(lambda self, x: (x @ weight.mT).sin())
-    with pytest.raises(
-        RuntimeError, match=r"reads a tensor of shape \[3, 3\] that requires grad.*pass it as an arg"
-    ):
-        grad(Offloaded(lambda x: block(x).sum(), [block]))(randn(2, 3))
-
-
-def test_random_numbers_under_a_vmap_that_batches_no_input_are_refused():
-    block = nn.Dropout(0.5)
-    offloaded = Offloaded(lambda x, y: (block(x) * y).sum(), [block])
-    with pytest.raises(RuntimeError, match=r"draws random numbers under a vmap that none of its inputs"):
-        vmap(grad(offloaded), (None, 0), randomness="different")(randn(3), randn(2, 3))
-
-
-def test_batch_norm_in_training_is_refused_and_in_eval_mode_exact():
-    block = nn.BatchNorm1d(3).double()
-    x = randn(4, 3)
-    loss = lambda x: block(x).pow(3).sum()  # noqa: E731
-    mean = block.running_mean.clone()
-    with pytest.raises(RuntimeError, match="moves the running statistics"):
-        grad(Offloaded(loss, [block]))(x)
-    assert torch.equal(block.running_mean, mean)
-    assert_equal(grad(Offloaded(loss, [block.eval()]))(x), grad(loss)(x))
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")
-@pytest.mark.parametrize("how", ["script", "wrapped", "in place"])
-def test_compiled_blocks_are_refused(how):
-    block = nn.Sequential(nn.Linear(3, 3))
-    if how == "script":
-        block = torch.jit.script(block)
-    elif how == "wrapped":
-        block[0] = torch.compile(block[0], backend="eager")
-    else:
-        block[0].compile(backend="eager")
-    with pytest.raises(RuntimeError, match="it is compiled, or a module in it"):
-        grad(Offloaded(lambda x: block(x).sum(), [block]))(torch.ones(3))
-
-
-def test_fsdp_blocks_are_refused():
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        model = nn.Sequential(nn.Linear(2, 2))
-        fully_shard(model[0], mesh=init_device_mesh("cpu", (1,)))
-        with pytest.raises(RuntimeError, match=r"sharded by FSDP.*veofunc\.grad_and_value"):
-            grad(Offloaded(lambda x: model(x).sum(), [model]))(torch.ones(2))
-    finally:
-        dist.destroy_process_group()

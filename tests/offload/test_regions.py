@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from veofunc.offload.regions import Region, saving_region, why_little_gained
 
@@ -141,17 +142,17 @@ def test_the_locals_of_a_caller_are_not_kept_alive():
     """Reading the local variables of a frame would keep the tensors in them until it ends."""
     weight = torch.ones(4, requires_grad=True)
     compiled = torch.compile(lambda x: (x * weight).tanh(), backend="aot_eager")
-    compiled(X)
-
-    def body():
-        large = torch.ones(1000)
-        storage = torch.multiprocessing.reductions.StorageWeakRef(large.untyped_storage())
-        compiled(X)
-        del large
-        return storage.expired()
-
     gone = []
-    assert saved_by(lambda: gone.append(body()))
+
+    class Caller(nn.Module):
+        def forward(self, x):
+            large = torch.ones(1000)
+            storage = StorageWeakRef(large.untyped_storage())
+            compiled(x)
+            del large
+            gone.append(storage.expired())
+
+    assert {region.module for region in saved_by(Caller(), X)} == {None}
     assert gone == [True]
 
 

@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from veofunc.offload.ahead import ReadAhead
 from veofunc.offload.layout import Layout, Parts, View, is_plain
 from veofunc.offload.ledger import Ledger
-from veofunc.offload.partition import CompiledBlocks
+from veofunc.offload.partition import NAME, CompiledBlocks
 from veofunc.offload.policy import ask
 from veofunc.offload.recompute import Source, make_program
 from veofunc.offload.regions import Region, saving_region
@@ -49,7 +49,7 @@ def checkpoint_name(x: Tensor, name: str) -> Tensor:
         name: a non-empty string.
 
     Returns:
-        `x` itself.
+        `x` itself; in compiled code a view of it.
 
     Raises:
         TypeError: `x` is no tensor.
@@ -66,8 +66,9 @@ def checkpoint_name(x: Tensor, name: str) -> Tensor:
 
     Source: `jax.ad_checkpoint.checkpoint_name`.
     """
-    if torch.compiler.is_compiling():
-        return x
+    if torch.compiler.is_compiling():  # the name goes into the graph
+        with torch.fx.traceback.annotate({NAME: name}):
+            return x.view_as(x)
     if not isinstance(x, Tensor):
         raise TypeError(f"x must be a tensor, got {type(x).__name__}")
     if not isinstance(name, str) or not name:

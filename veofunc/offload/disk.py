@@ -6,9 +6,11 @@ import errno
 import os
 import warnings
 
+import torch
 from torch import Tensor
 
 from veofunc.offload import malloc
+from veofunc.offload.codec import check_codec, put_coded
 from veofunc.offload.diskfile import PrivateFile
 from veofunc.offload.stores import Slot
 from veofunc.offload.traffic import Copy, Traffic
@@ -49,6 +51,9 @@ class DiskStore:
             the `prefetch` of `offload` lets both ways run beside the computation.
         direct: whether to go past the page cache. None: if the file system can, else a warning is given.
             True: an error if it cannot. False: through the page cache.
+        codec: None, or `torch.bfloat16` or `torch.int8`: floating tensors that are wider are kept in it,
+            with a loss. Gradients are then no longer the same bit for bit. The bounds are at
+            `veofunc.offload.codec`.
 
     Raises:
         ValueError: an option is out of range.
@@ -74,13 +79,16 @@ class DiskStore:
         *,
         inflight_bytes: int = INFLIGHT_BYTES,
         direct: bool | None = None,
+        codec: torch.dtype | None = None,
     ):
         if isinstance(inflight_bytes, bool) or not isinstance(inflight_bytes, int) or inflight_bytes < 0:
             raise ValueError(f"inflight_bytes must be an int >= 0 (bytes), got {inflight_bytes!r}")
         if direct is not None and not isinstance(direct, bool):
             raise ValueError(f"direct must be True, False or None (if possible), got {direct!r}")
+        check_codec(codec)
         os.makedirs(directory, exist_ok=True)
         self.directory, self.inflight_bytes, self.direct = os.fspath(directory), inflight_bytes, direct
+        self.codec = codec
         file = PrivateFile(self.directory)
         self._goes_direct = direct is not False and file.go_direct()
         if direct and not self._goes_direct:
@@ -104,6 +112,8 @@ class DiskStore:
             typed.append(f"inflight_bytes={self.inflight_bytes}")
         if self.direct is not None:
             typed.append(f"direct={self.direct}")
+        if self.codec is not None:
+            typed.append(f"codec={self.codec}")
         return f"DiskStore({', '.join(typed)})"
 
     def accepts(self, tensor: Tensor) -> bool:
@@ -115,6 +125,9 @@ class DiskStore:
         if tensor.device.type == "cpu" and not self._has_host_tensors:
             self._has_host_tensors = True
             malloc.give_back_large_blocks()
+        return put_coded(self._put, tensor, self.codec)
+
+    def _put(self, tensor: Tensor) -> Slot:
         return _DiskSlot(self._traffic, self._traffic.put(tensor))
 
     def _fresh_traffic(self) -> Traffic:

@@ -279,7 +279,7 @@ class _Computed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, anchor: Tensor, tensor: Tensor) -> Tensor:
-        return tensor.detach()
+        return tensor.data  # counts its own changes; else two of one tensor would have different versions
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, None]:

@@ -19,13 +19,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C import _functorch
-from torch._C._autograd import _get_current_graph_task_keep_graph
-from torch.autograd import forward_ad
 
 from veofunc.offload.ahead import ReadAhead
-from veofunc.offload.layout import Layout
+from veofunc.offload.layout import Layout, is_plain
 from veofunc.offload.ledger import Ledger
+from veofunc.offload.levels import alive, in_forward_mode, is_last, level, num_vmaps, plain_of, requires_grad
 from veofunc.offload.pure import PureCall, pure_call
 from veofunc.offload.saved import Moved
 from veofunc.offload.stores import Store
@@ -52,8 +50,9 @@ def run_under_torch_func(
         fn: what to call.
         args: positional arguments, and `kwargs`: by name.
         blocks: modules that `fn` runs, with their paths. One inside another is part of it.
-        decide: whether a tensor (plain: without the wrappers of transforms) that is passed to a block waits
-            in the store. It is not asked about parameters and buffers.
+        decide: whether a tensor (without the wrappers of transforms) that is passed to a block waits in the
+            store. It is not asked about the block's parameters and buffers, nor about sparse tensors,
+            subclasses and other kinds that are no plain memory: these are kept.
         store: where they wait; it must take what `decide` chooses.
         ledger: counts.
         ahead: what brings them back ahead of backward, if anything does.
@@ -103,14 +102,14 @@ class _Run:
 
         In forward mode nothing is saved, so the block runs as it is.
         """
-        if not torch.is_grad_enabled() or _in_forward_mode():
+        if not torch.is_grad_enabled() or in_forward_mode():
             return forward(*args, **kwargs)
         call, tensors = pure_call(block, self.blocks[block], args, kwargs)
-        if not any(map(_requires_grad, tensors)):
+        if not any(map(requires_grad, tensors)):
             return forward(*args, **kwargs)
         waiting = self._waiting(block, call, tensors)
         operands = [_Ghost.apply(t) if i in waiting else t for i, t in enumerate(tensors)]
-        made = _Block.apply(_Rule(call, waiting, call.run, len(operands), _num_vmaps()), *operands)
+        made = _Block.apply(_Rule(call, waiting, call.run, len(operands), num_vmaps()), *operands)
         for wait in waiting.values():
             wait.tensor = None
         return call.output(tensors, made)
@@ -118,10 +117,11 @@ class _Run:
     def _waiting(self, block: nn.Module, call: PureCall, tensors: Sequence[Tensor]) -> dict[int, _Waiting]:
         waiting = {}
         for index, tensor in enumerate(tensors):
-            plain = _plain(tensor)
-            nbytes = Layout.of(plain).nbytes if plain.layout is torch.strided else 0
+            plain = plain_of(tensor)
+            movable = is_plain(plain)
+            nbytes = Layout.of(plain).nbytes if movable else plain.numel() * plain.element_size()
             self.ledger.add("packed", nbytes)
-            if index >= call.num_state and self.decide(block, call.path, plain):
+            if movable and index >= call.num_state and self.decide(block, call.path, plain):
                 waiting[index] = _Waiting(plain, nbytes, self)
             else:
                 self.ledger.add("kept", nbytes)
@@ -156,6 +156,7 @@ class _Waiting:
             self.position = self.run.ahead.position
             self.moved = self.run.move(self.tensor, self.nbytes)
             return self.tensor
+        self.moved.wanted()
         self.run.ahead.reached(self.position, self.times)
         tensor = self.moved.get()
         self.run.ledger.add("restored_again" if self.times else "restored", self.nbytes)
@@ -251,11 +252,11 @@ class _Block(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx, inputs, output):
         ctx.rule, *operands = inputs
-        ctx.level = _level()
+        ctx.level = level()
         ctx.set_materialize_grads(False)
         if ctx.rule.last_at != ctx.level:
             ctx.save_for_backward(*operands)
-        if _in_forward_mode():
+        if in_forward_mode():
             ctx.save_for_forward(*operands)
 
     @staticmethod
@@ -276,10 +277,10 @@ class _Block(torch.autograd.Function):
         if not outs:
             return (None,) * len(ctx.needs_input_grad)
         saved = ctx.saved_tensors
-        operands = [_alive(t) for t in (*saved, *(grads[i] for i in outs))]
+        operands = [alive(t) for t in (*saved, *(grads[i] for i in outs))]
         if not torch.is_grad_enabled():  # for lower levels too, as it is for any other operation
             operands = [t.detach() for t in operands]
-        rule = ctx.rule.vjp(wrt, outs, ctx.level if _is_last(saved[wrt[0]]) else None)
+        rule = ctx.rule.vjp(wrt, outs, ctx.level if is_last(saved[wrt[0]]) else None)
         found = dict(zip(wrt, _Block.apply(rule, *operands), strict=True))
         return (None, *map(found.get, range(len(saved))))
 
@@ -309,52 +310,3 @@ class _Ghost(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         return grads
-
-
-# What follows asks PyTorch about the transforms that run now. There is no public way.
-
-
-def _level() -> int:
-    """Level of the innermost transform; 0 outside of all."""
-    interpreter = _functorch.peek_interpreter_stack()
-    return 0 if interpreter is None else interpreter.level()
-
-
-def _num_vmaps() -> int:
-    return sum(i.key() == _functorch.TransformType.Vmap for i in _functorch.get_interpreter_stack() or ())
-
-
-def _in_forward_mode() -> bool:
-    return forward_ad._current_level >= 0
-
-
-def _is_last(variable: Tensor) -> bool:
-    """Whether this backward pass is the one by which `torch.func.grad` ends the level of `variable`.
-
-    That pass, alone, records a graph although it gives up the one it runs on.
-    """
-    has_ended = _functorch.unwrap_if_dead(variable) is not variable
-    in_level = _functorch.is_gradtrackingtensor(variable) and not has_ended
-    return in_level and not _get_current_graph_task_keep_graph()
-
-
-def _alive(tensor: Tensor) -> Tensor:
-    """`tensor` without the wrappers of levels that have ended."""
-    while (inner := _functorch.unwrap_if_dead(tensor)) is not tensor:
-        tensor = inner
-    return tensor
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    while _functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = _functorch.get_unwrapped(tensor)
-    return tensor
-
-
-def _requires_grad(tensor: Tensor) -> bool:
-    """Whether any level tracks `tensor`."""
-    while _functorch.is_functorch_wrapped_tensor(tensor):
-        if tensor.requires_grad:
-            return True
-        tensor = _functorch.get_unwrapped(tensor)
-    return tensor.requires_grad

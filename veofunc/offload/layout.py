@@ -116,8 +116,13 @@ class View:
 
     def covers(self, nbytes: int) -> bool:
         """Whether it shows each of the `nbytes` bytes of a storage once, and as they are."""
-        own = torch.Size(self.shape).numel() * self.dtype.itemsize
-        return self.offset == 0 and own == self.end == nbytes and not (self.is_conj or self.is_neg)
+        numel = 1
+        for stride, size in sorted(zip(self.stride, self.shape, strict=True)):
+            if size != 1 and stride != numel:
+                return False
+            numel *= size
+        is_whole = self.offset == 0 and numel * self.dtype.itemsize == nbytes
+        return is_whole and not (self.is_conj or self.is_neg)
 
 
 class Parts:

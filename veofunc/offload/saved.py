@@ -146,8 +146,7 @@ class Moved:
         return self.nbytes
 
     def get(self) -> Tensor:
-        self._arrived()
-        self.gets += 1
+        """The tensor again; say `wanted` before."""
         start = time.perf_counter()
         tensor = self._parts.together([slot.get() for slot in self._slots])
         self._ledger.waited(time.perf_counter() - start)
@@ -155,6 +154,11 @@ class Moved:
             got = _kind(tensor) if isinstance(tensor, Tensor) else type(tensor).__name__
             raise RuntimeError(f"the store put away a tensor of {self._kind}, and gave back {got}")
         return tensor
+
+    def wanted(self) -> None:
+        """It is no longer ahead, and not to be asked for again in this pass."""
+        self.gets += 1
+        self._arrived()
 
     def _arrived(self) -> None:
         if self._is_ahead and self.ahead is not None:
@@ -274,8 +278,10 @@ class Handle:
                 f"operation: a saved tensor is at version {self.tensor._version}; expected version "
                 f"{self._version}. Clone it before changing it, or use an out-of-place operation"
             )
-        self.ahead.reached(self.position, self.times)
         ready = self.ready  # another thread may take it in the meantime
+        if ready is None and self._moved is not None:
+            self._moved.wanted()
+        self.ahead.reached(self.position, self.times)
         if ready is None and self._moved is not None:
             ready = self.ready = self._moved.get()
             self._ledger.add("restored_again" if self._restored else "restored", self.nbytes)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -119,7 +119,7 @@ class Node:
         """The operation's name as `SavedTensor.op` has it."""
         return _name_of(self.func)
 
-    @property
+    @functools.cached_property
     def reads(self) -> list[Ref]:
         return [leaf for leaf in leaves((self.args, self.kwargs)) if isinstance(leaf, Ref)]
 
@@ -210,10 +210,15 @@ class Tape(TorchDispatchMode):
             return func(*args, **kwargs)
         with self.paused():
             pure = _without_statistics(func, args)
+            tensors = tensors_in((pure, kwargs))
             written = self._written(func, pure, kwargs)
-            if self._is_replayable(func, pure, kwargs, written):
-                return self._run(func, args, kwargs, pure, written)
-            return self._run_unseen(func, args, kwargs)
+            if not self._is_replayable(func, tensors, written):
+                return self._run_unseen(func, args, kwargs)
+            if _is_view(func):
+                for tensor in tensors:
+                    self.ref(tensor)  # the whole of what is viewed
+                return func(*args, **kwargs)
+            return self._run(func, args, kwargs, pure, tensors, written)
 
     def _run_unseen(self, func, args: tuple, kwargs: dict):
         changed = [tensor.untyped_storage() for tensor in self._written(func, args, kwargs)]
@@ -224,7 +229,9 @@ class Tape(TorchDispatchMode):
                 value.lose()
         return out
 
-    def _run(self, func, args: tuple, kwargs: dict, pure: tuple, written: list[Tensor]):
+    def _run(
+        self, func, args: tuple, kwargs: dict, pure: tuple, tensors: list[Tensor], written: list[Tensor]
+    ):
         """Writes the operation down, as one of the arguments `pure`."""
         old = [self.ref(tensor).value for tensor in written]
 
@@ -232,10 +239,11 @@ class Tape(TorchDispatchMode):
             if _reads_shapes_only(func):
                 return Blank(View.of(tensor), tensor.device)
             ref = self.ref(tensor)
-            return ref if ref.value in old or _is_view(func) else self.read(tensor)
+            return ref if ref.value in old else self.read(tensor)
 
-        node = Node(func, replaced(pure, read), replaced(kwargs, read), _random_states(func, args, kwargs))
-        shown = {_address(tensor) for tensor in tensors_in((args, kwargs))}
+        random = _random_states(func, args, kwargs)
+        node = Node(func, replaced(pure, read), replaced(kwargs, read), random)
+        shown = {_address(tensor) for tensor in tensors}
         out = func(*args, **kwargs) if pure is args else self._run_unseen(func, args, kwargs)
         for tensor, value in zip(written, old, strict=True):
             node.written.append((value, self._note(tensor, Value(tensor, node.op, is_written=True))))
@@ -244,14 +252,14 @@ class Tape(TorchDispatchMode):
             self.nodes.append(node)
         return out
 
-    def _is_replayable(self, func, args: tuple, kwargs: dict, written: list[Tensor]) -> bool:
+    def _is_replayable(self, func, tensors: list[Tensor], written: list[Tensor]) -> bool:
         """Whether the same operation on the same values gives the same results and changes nothing else."""
         return (
             torch.is_grad_enabled()  # not so inside of a custom function
             and isinstance(func, torch._ops.OpOverload)
             and func.namespace not in COLLECTIVES
             and _name_of(func) != "set"  # gives a tensor other memory
-            and all(self._is_readable(tensor) for tensor in tensors_in((args, kwargs)))
+            and all(self._is_readable(tensor) for tensor in tensors)
             and len(written) < 2
             and all(self._is_replaceable(func, tensor) for tensor in written)
         )
@@ -270,18 +278,17 @@ class Tape(TorchDispatchMode):
         return is_whole or not _is_to_be_filled(ref.value, ("empty",))
 
     def _written(self, func, args: tuple, kwargs: dict) -> list[Tensor]:
-        """The tensors that `func` changes, those inside of wrappers too; all, if it does not say which."""
-        if isinstance(func, torch._ops.OpOverload):
-            if _name_of(func) in BATCH_NORMS and not args[5]:  # in evaluation
-                return []
-            positions, names = _schema_writes(func)
-            args = tuple(arg for i, arg in enumerate(args) if i in positions)
-            kwargs = {name: kwargs[name] for name in names if name in kwargs}
-        tensors = tensors_in((args, kwargs))
+        """The tensors that `func` changes, those inside of wrappers too."""
+        if not isinstance(func, torch._ops.OpOverload):
+            return []  # higher-order operators are functional
+        positions, names = _schema_writes(func)
+        if not names or (_name_of(func) in BATCH_NORMS and not args[5]):  # in evaluation
+            return []
+        given = [arg for i, arg in enumerate(args) if i in positions]
         return [
             part
-            for t in tensors
-            for part in ([t] if self._is_readable(t) else Parts.of(t, self.is_plain).tensors)
+            for tensor in tensors_in((given, [kwargs[name] for name in names if name in kwargs]))
+            for part in ([tensor] if self._is_readable(tensor) else Parts.of(tensor, self.is_plain).tensors)
         ]
 
     def _output(self, node: Node, tensor: Tensor, shown: set[int | None]) -> Ref | None:
@@ -398,27 +405,30 @@ def _default_generator(device: torch.device) -> torch.Generator:
     return module.default_generators[module.current_device() if device.index is None else device.index]
 
 
-def leaves(tree) -> Iterator[Any]:
+def leaves(tree) -> list[Any]:
     """What is in the lists, tuples and dictionaries of `tree`."""
-    if isinstance(tree, list | tuple):
-        for item in tree:
-            yield from leaves(item)
-    elif isinstance(tree, dict):
-        for item in tree.values():
-            yield from leaves(item)
-    else:
-        yield tree
+    if isinstance(tree, dict):
+        return leaves(list(tree.values()))
+    if not isinstance(tree, list | tuple):
+        return [tree]
+    found: list[Any] = []
+    for item in tree:
+        if isinstance(item, list | tuple | dict):
+            found += leaves(item)
+        else:
+            found.append(item)
+    return found
 
 
-def tensors_in(tree) -> Iterator[Tensor]:
+def tensors_in(tree) -> list[Tensor]:
     """The tensors in `tree`."""
-    return (leaf for leaf in leaves(tree) if isinstance(leaf, Tensor))
+    return [leaf for leaf in leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def replaced(tree, change: Callable, kind: type | tuple[type, ...] = Tensor):
     """`tree` with `change` applied to each leaf of `kind`."""
     if isinstance(tree, list | tuple):
-        return type(tree)(replaced(item, change, kind) for item in tree)
+        return type(tree)([replaced(item, change, kind) for item in tree])
     if isinstance(tree, dict):
         return {name: replaced(item, change, kind) for name, item in tree.items()}
     return change(tree) if isinstance(tree, kind) else tree

@@ -181,7 +181,7 @@ class Traffic(Monitor):
         with self._used(copy):
             with self:
                 buffer = self._bring(copy)
-                is_free = copy.in_file and copy.task is None and copy.users == 1
+                is_free = copy.in_file and copy.users == 1
                 becomes_tensor = is_free and order.dense and device.type == "cpu"
                 if becomes_tensor:
                     copy.buffer = None

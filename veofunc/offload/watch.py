@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+
+from veofunc.offload.levels import get_unwrapped, is_functorch_wrapped_tensor, plain_of
 
 __all__ = ["Refusal", "Watch", "changed", "storage_of", "version_of"]
 
@@ -137,9 +138,8 @@ def changed(noted: Iterable[tuple[weakref.ref[Tensor], int]]) -> bool:
 
 def storage_of(tensor: Tensor) -> int:
     """Equal for tensors that share memory."""
-    while is_functorch_wrapped_tensor(tensor):
-        tensor = get_unwrapped(tensor)
-    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
+    plain = plain_of(tensor)
+    return plain.untyped_storage()._cdata if plain.layout is torch.strided else id(plain)
 
 
 def _tensors(tree: Any) -> Generator[Tensor]:
