@@ -193,6 +193,32 @@ def test_torch_func(row, tmp_path):
             torch.testing.assert_close(sums(per_half)[key][half], leaf)
 
 
+def test_a_monitor_over_recomputed_blocks_counts_once_under_torch_func(tmp_path):
+    model, batch = make_model().eval(), make_batch()
+    params = {name: p.detach() for name, p in model.named_parameters()}
+
+    def objective(offloads, outside):
+        fn = make_functional_loss(model)
+        blocks = {"model": model, "store": vf.DiskStore(tmp_path), "blocks": "layers.*"}
+        wraps = [lambda fn: vf.monitor_router(fn, model=model)]
+        if offloads:
+            wraps.insert(outside, lambda fn: vf.offload(fn, vf.policies.everything, **blocks))
+        for wrap in wraps:
+            fn = wrap(fn)
+
+        def loss(params, batch):
+            out, obs = fn(params, batch)
+            return out.sum(), obs
+
+        return loss
+
+    expected = torch.func.grad_and_value(objective(False, 0), has_aux=True)(params, batch)
+    for outside in (0, 1):
+        assert_same(
+            torch.func.grad_and_value(objective(True, outside), has_aux=True)(params, batch), expected
+        )
+
+
 @ROWS
 def test_compile(row, tmp_path):
     model, batch = make_model().eval(), make_batch()

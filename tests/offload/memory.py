@@ -39,12 +39,20 @@ class Memory(TorchDispatchMode):
 
 
 class Elsewhere(CloneStore):
-    """Keeps its clones where no operation of PyTorch made them."""
+    """Keeps its clones where no operation of PyTorch sees them."""
 
     def put(self, tensor):
-        slot = super().put(tensor)
-        slot.content = torch.from_numpy(slot.content.numpy().copy())
-        return slot
+        return ArraySlot(super().put(tensor))
+
+
+class ArraySlot:
+    def __init__(self, slot):
+        self.shape, self.stride, self.dtype = slot.shape, slot.stride, slot.content.dtype
+        self.array = slot.content.view(torch.uint8).numpy().copy()
+
+    def get(self):
+        content = torch.from_numpy(self.array).clone().view(self.dtype)
+        return content.as_strided(self.shape, self.stride)
 
 
 def measured(model, fn, x):

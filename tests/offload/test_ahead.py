@@ -241,7 +241,7 @@ def random_program(seed):
     return run
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(5))
 def test_whatever_runs_gradients_are_the_same_bit_for_bit_and_the_limit_holds(seed):
     fn, plain, w = random_program(seed), leaf(), leaf()
     expected = torch.autograd.grad(fn(plain), plain)[0]

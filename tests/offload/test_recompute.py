@@ -450,7 +450,7 @@ def test_another_default_dtype_in_backward_raises():
     out = recomputing(model)(INPUT.clone().requires_grad_())
     torch.set_default_dtype(torch.float64)
     try:
-        with pytest.raises(RuntimeError, match="float64.*in forward it was.*float32"):
+        with pytest.raises(RuntimeError, match=r"float64.*in forward it was.*float32"):
             out.sum().backward()
     finally:
         torch.set_default_dtype(torch.float32)

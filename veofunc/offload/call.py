@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import _disable_current_modes
 
 from veofunc.offload.ahead import ReadAhead
 from veofunc.offload.layout import Layout, Parts, View, is_plain
@@ -129,6 +130,7 @@ class Call:
         self.num_moved = self.num_recomputed = 0
         self.region: Region | None = None  # the compiled region that saves a tensor now
         self.offloaded_by: Counter[Region | None] = Counter()
+        self.unseen: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
 
     @contextlib.contextmanager
     def active(self) -> Generator[None]:
@@ -157,17 +159,20 @@ class Call:
 
         def pack_ghost(tensor: Tensor) -> object:
             handle = self.pack(tensor)
-            return outer_pack(_ghost(tensor, handle) if self.is_plain(tensor) else tensor)
+            with self.unseen():
+                ghost = _ghost(tensor, handle) if self.is_plain(tensor) else tensor
+            return outer_pack(ghost)
 
         kind = getattr(outer_pack, "__qualname__", "").split(".")[0]
         if kind == "_checkpoint_hook":  # its forward, where nothing is saved yet
             return outer_pack, unpack
         if kind == "_recomputation_hook":  # its second forward, which holds what is saved until backward
+            self.unseen = _disable_current_modes  # selective checkpointing counts operations
             return pack_ghost, unpack
         return self.pack, Handle.restore
 
     def pack(self, tensor: Tensor) -> Handle:
-        with self.tape.paused():
+        with self.tape.paused(), self.unseen():
             handle = self._handle(tensor)
             if self._is_movable(tensor):
                 self.region = saving_region() if "torch._dynamo" in sys.modules else None
@@ -179,7 +184,7 @@ class Call:
     def name(self, tensor: Tensor, name: str) -> None:
         """`tensor` has that name from now on, also where it was saved already."""
         self.names_given.add(name)
-        with self.tape.paused():
+        with self.tape.paused(), self.unseen():
             for part in self._parts(tensor):
                 self.names[_place(part)] = (StorageWeakRef(part.untyped_storage()), name)
                 for weak in self.unnamed.get(_place(part), ()):
@@ -306,15 +311,16 @@ class Call:
         self.tape.recording = False
         pending, self.in_block = self.in_block, []
         moving: list[Handle] = []
-        sources, wanted = self._sorted(pending, moving)
-        if wanted:
-            make_program(self.tape.nodes, sources, wanted, functools.partial(self._start_at, moving))
-        self.tape.clear()
-        for handle, _ in wanted:
-            self._given_up(handle)
-        for handle in moving:
-            self._hold(handle)
-        self._move_oldest()
+        with self.unseen():
+            sources, wanted = self._sorted(pending, moving)
+            if wanted:
+                make_program(self.tape.nodes, sources, wanted, functools.partial(self._start_at, moving))
+            self.tape.clear()
+            for handle, _ in wanted:
+                self._given_up(handle)
+            for handle in moving:
+                self._hold(handle)
+            self._move_oldest()
         for weak, _, _ in pending:
             handle = weak()
             if handle is not None and not handle.is_moved:

@@ -181,7 +181,7 @@ def complaints(call: Call) -> list[str]:
     missing = sorted(set(getattr(policy, "names", ())) - given)
     found = [] if compiled is None else list(compiled.complaints)
     unsaved = sorted((set(getattr(policy, "names", ())) & call.names_given) - call.names_saved)
-    if unsaved:
+    if call.num_packed and unsaved:
         found.append(
             f"policy {policy!r} asks for names that nothing saves: {', '.join(unsaved)}; name what "
             "an operation reads that needs it for backward"

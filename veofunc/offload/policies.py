@@ -141,7 +141,7 @@ Source: `jax.checkpoint_policies.dots_saveable`.
 
 def is_matmul(op: str) -> bool:
     """Whether an operation, as `SavedTensor.op` calls it, multiplies matrices."""
-    return op in MATMULS or op.startswith("scaled_dot_product")
+    return op in MATMULS or "attention" in op
 
 
 def names(save: Iterable[str] = (), offload: Iterable[str] = (), recompute: Iterable[str] = ()) -> Policy:
@@ -182,8 +182,8 @@ def names(save: Iterable[str] = (), offload: Iterable[str] = (), recompute: Iter
     fates |= {name: Fate.RECOMPUTE for name in lists["recompute"]}
 
     def decide(saved: SavedTensor) -> Fate:
-        rest = Fate.RECOMPUTE if saved.recomputable and not lists["recompute"] else Fate.KEEP
-        return fates.get(saved.name, rest)
+        fate = fates.get(saved.name, Fate.KEEP if lists["recompute"] else Fate.RECOMPUTE)
+        return fate if saved.recomputable or fate is not Fate.RECOMPUTE else Fate.KEEP
 
     return Policy(
         "names",

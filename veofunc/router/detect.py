@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from math import prod
 from typing import Any, NamedTuple
 
@@ -120,7 +120,7 @@ class Search:
                 self.looked_at.setdefault(type(module).__name__, _describe(output))
             if choice is None or self._passes_on(module, choice):
                 return None
-        self.choices[module] = choice
+        self.choices[module] = replace(choice, weights=None)  # they may belong to a graph
         return choice
 
     def _passes_on(self, module: nn.Module, choice: Choice) -> bool:
