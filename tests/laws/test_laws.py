@@ -220,6 +220,7 @@ def test_a_monitor_over_recomputed_blocks_counts_once_under_torch_func(tmp_path)
 
 
 @ROWS
+@pytest.mark.filterwarnings("ignore:little is gained in a compiled region")
 def test_compile(row, tmp_path):
     model, batch = make_model().eval(), make_batch()
     expected = step(row.wrap(make_loss(model), model, tmp_path), model, batch)

@@ -1,5 +1,6 @@
 """One call: names, what `keep` holds of tensors that are named late, and paths when something raises."""
 
+import contextlib
 import threading
 import warnings
 
@@ -12,6 +13,7 @@ import veofunc as vf
 from tests.offload.table import CloneStore
 from veofunc import checkpoint_name
 from veofunc import policies as p
+from veofunc.offload.call import running
 
 KEEP, OFFLOAD = vf.Fate.KEEP, vf.Fate.OFFLOAD
 
@@ -232,6 +234,22 @@ def test_threads_know_their_own_names_only():
     assert results == {"mine": ["mine", None], "yours": [None, "yours"]}
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_call_that_is_over_is_told_no_names(fails):
+    calls = []
+
+    def fn(w):
+        calls.extend(running.get())
+        if fails:
+            raise KeyError
+        return w.exp() * 1
+
+    with contextlib.suppress(KeyError):
+        vf.offload(fn, p.everything, store=CloneStore())(leaf(3))
+    assert len(calls) == 1
+    assert running.get() == ()
+
+
 def test_outside_of_a_call_in_another_thread_and_in_backward_it_does_nothing():
     class Names(torch.autograd.Function):
         @staticmethod
@@ -385,14 +403,33 @@ def test_paths_are_right_after_an_exception_that_a_module_around_has_caught(wher
 
 
 def test_paths_are_right_after_a_hook_that_raised_before_the_module_was_entered():
-    model = Catches("nowhere")
+    model, paths = nn.Sequential(Catches("nowhere")), {}
 
     def raises(module, args):
         raise KeyError("hook")
 
-    model.inner.register_forward_pre_hook(raises)
-    paths = []
-    policy = p.first_of(lambda saved: paths.append(saved.path) or KEEP, p.everything)
-    vf.offload(model, policy, store=CloneStore())(leaf(2, 4))
-    assert set(paths) == {"", "first", "last"}
-    assert paths[-1] == ""
+    model[0].inner.register_forward_pre_hook(raises)
+
+    def note(saved):
+        paths[saved.op] = saved.path
+        return OFFLOAD
+
+    vf.offload(model, note, store=CloneStore())(leaf(2, 4))
+    assert (paths["sin"], paths["cos"], paths["tanh"]) == ("0", "0.last", "0")
+
+
+def test_what_an_operation_makes_has_the_number_of_tensors_saved_before_as_its_index():
+    asked = []
+
+    class Block(nn.Module):
+        def forward(self, x):
+            return (x * 2 + 1).sin().exp() + 3
+
+    def note(saved):
+        asked.append((saved.op, saved.index))
+        return OFFLOAD
+
+    vf.offload(nn.Sequential(Block()), note, store=CloneStore(), blocks="0")(leaf(3) * 1)
+    made, known_at_the_end = asked[:5], asked[5:]
+    assert made == [("mul", 0), ("add", 0), ("sin", 1), ("exp", 1), ("add", 2)]
+    assert known_at_the_end == [("add", 0), ("exp", 1)]

@@ -27,7 +27,10 @@ from tests.offload.bodies import (
 from tests.offload.memory import Elsewhere, measured
 from veofunc import policies as p
 
-pytestmark = pytest.mark.filterwarnings("ignore:offload moved nothing")
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore:{message}")
+    for message in ("offload moved nothing", "policy .* asks for names")
+]
 
 
 def offloaded(fn, policy, **options):
@@ -50,6 +53,13 @@ def reentrant(fn, x):
     return checkpoint(fn, x, use_reentrant=True)
 
 
+def mlp(m, x):
+    h = x
+    for _ in range(3):
+        h = m.down(F.gelu(m.up(m.norm(h))).sigmoid())
+    return x + h
+
+
 REGIONS = {
     "reentrant": reentrant,
     "non-reentrant": non_reentrant,
@@ -65,10 +75,8 @@ REGIONS = {
 POLICIES = {
     "recompute": p.recompute,
     "matmuls": p.matmuls,
-    "matmuls offloaded": p.any_of(p.matmuls, p.not_(p.matmuls)),
     "rest offloaded": p.first_of(p.recompute, p.everything),
     "everything": p.everything,
-    "nothing": p.nothing,
     "names": p.names(save=["mixed"], offload=["up"]),
 }
 
@@ -76,24 +84,25 @@ POLICIES = {
 @pytest.mark.parametrize("early_stop", [True, False])
 @pytest.mark.parametrize("region", REGIONS)
 def test_blocks_inside_a_region_are_bit_equal_under_every_policy(region, early_stop):
-    model = Model(transformer, residual_in_place)
+    model = Model(transformer)
 
     def around(fn):
         return lambda x: REGIONS[region](fn, x * model.layers[0].v).sin()
 
     with set_checkpoint_early_stop(early_stop):
         plain = step(around(model), model)
-        for name, policy in POLICIES.items():
-            fn = offloaded(model, policy)
+        functions = {name: offloaded(model, policy) for name, policy in POLICIES.items()}
+        for name, fn in functions.items():
             assert_equal(plain, step(around(fn), model), name)
-            gc.collect()
-            assert_books_balance(fn)
+    gc.collect()
+    for fn in functions.values():
+        assert_books_balance(fn)
 
 
 @pytest.mark.parametrize("region", [region for region in REGIONS if region != "selective"])
 def test_a_retained_graph_goes_backward_again(region):
-    model = Model(transformer, residual_in_place)
-    parameters = [model.layers[0].w, model.layers[1].w]
+    model = Model(residual_in_place, mlp)
+    parameters = [model.layers[0].w, model.layers[1].up.weight]
 
     def gradients(fn):
         torch.manual_seed(1)
@@ -123,20 +132,13 @@ def test_stats_count_the_pass_that_holds_what_it_saves(early_stop):
     assert sums(fn)["restored"] == sums(fn)["moved"] + sums(fn)["deduplicated"]
 
 
-def mlp(m, x):
-    h = x
-    for _ in range(3):
-        h = m.down(F.gelu(m.up(m.norm(h))).sigmoid())
-    return x + h
-
-
 LARGE = torch.randn(512, 8, generator=torch.Generator().manual_seed(2))
 
 
 @pytest.mark.parametrize("policy", ["recompute", "matmuls", "rest offloaded", "everything"])
 @pytest.mark.parametrize("region", ["reentrant", "non-reentrant", "nested"])
 def test_memory_is_saved_while_a_region_is_computed_again(region, policy):
-    model = Model(*[mlp] * 6)
+    model = Model(*[mlp] * 4)
     run = REGIONS[region]
     plain_held, plain_peak, _, _ = measured(model, lambda x: run(model, x), LARGE)
     fn = offloaded(model, POLICIES[policy], store=Elsewhere())

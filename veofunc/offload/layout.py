@@ -121,8 +121,7 @@ class View:
             if size != 1 and stride != numel:
                 return False
             numel *= size
-        is_whole = self.offset == 0 and numel * self.dtype.itemsize == nbytes
-        return is_whole and not (self.is_conj or self.is_neg)
+        return numel * self.dtype.itemsize == nbytes and not (self.is_conj or self.is_neg)
 
 
 class Parts:

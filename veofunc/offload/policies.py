@@ -220,9 +220,9 @@ def budget(
         >>> model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
         >>> store = vf.DiskStore(tempfile.mkdtemp())
         >>> plan = vf.plan_offload(model, vf.policies.everything, store=store)(torch.ones(32, 64))
-        >>> policy = vf.policies.budget(plan, bytes_per_second=1e9, flops_per_second=1e11)
+        >>> policy = vf.policies.budget(plan, bytes_per_second=1e6, flops_per_second=1e11)
         >>> policy
-        budget(plan, bytes_per_second=1000000000.0, flops_per_second=100000000000.0)
+        budget(plan, bytes_per_second=1000000.0, flops_per_second=100000000000.0)
         >>> vf.plan_offload(model, policy, store=store)(torch.ones(32, 64)).count["moved"]
         0
 
