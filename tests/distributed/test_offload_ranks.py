@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional_collectives
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -19,14 +20,14 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import veofunc as vf
-from veofunc import policies as p
+from veofunc import policies
 
 WIDTH = 8
 POLICIES = {
-    "recompute": p.recompute,
-    "matmuls offloaded": p.any_of(p.matmuls, p.not_(p.matmuls)),
-    "rest offloaded": p.first_of(p.recompute, p.everything),
-    "everything": p.everything,
+    "recompute": policies.recompute,
+    "matmuls offloaded": policies.any_of(policies.matmuls, policies.not_(policies.matmuls)),
+    "rest offloaded": policies.first_of(policies.recompute, policies.everything),
+    "everything": policies.everything,
 }
 
 
@@ -79,7 +80,7 @@ def steps(fn, model, rank):
         torch.manual_seed(10 * rank + i)
         out = fn(torch.randn(2, 6, WIDTH))
         out.float().square().sum().backward()
-        gradients = [parameter.grad for parameter in model.parameters() if parameter.requires_grad]
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
         found += [out.detach(), *(getattr(gradient, "_local_tensor", gradient) for gradient in gradients)]
     return [tensor.clone() for tensor in found]
 
@@ -151,10 +152,10 @@ def check_sums_over_ranks_inside_a_block_are_not_computed_again(rank):
             counts = F.one_hot(experts, WIDTH).sum((0, 1, 2)).float()
             before = counts + 1
             dist.all_reduce(counts)
-            gathered = torch.zeros(2, WIDTH)
-            dist.all_gather_into_tensor(gathered, counts + rank)
-            total = dist.nn.functional.all_reduce(x.sin())
-            return (x * counts * before.sin()).sin() * weights.sum() + (total * gathered.sum(0)).cos()
+            gathered = [torch.zeros(WIDTH) for _ in range(2)]
+            dist.all_gather(gathered, counts + rank)
+            total = functional_collectives.all_reduce(x.detach().sin(), "sum", dist.group.WORLD)
+            return (x * counts * before.sin()).sin() * weights.sum() + (x * total * sum(gathered)).cos()
 
     model = make_model()
     model.layers = nn.ModuleList(Balanced() for _ in range(2))

@@ -147,7 +147,7 @@ class DryCall(Call):
         if argument.grad_fn is None:
             return self.fake(argument)
         fake = _Computed.apply(torch.zeros((), requires_grad=True), self.fake(argument.detach()))
-        self._ops[_address(fake), op_of(fake)] = op_of(argument)
+        self._ops[fake.untyped_storage()._cdata, op_of(fake)] = op_of(argument)
         return fake
 
     def fake(self, tensor: Tensor) -> Tensor:
@@ -264,7 +264,7 @@ class DryCall(Call):
         for i, row in reversed(list(enumerate(rows))):
             of_block = recomputed[row.block] if row.fate is Fate.RECOMPUTE else [None]
             if row is of_block[-1]:  # all at once
-                for each in of_block:
+                for each in recomputed[row.block]:
                     held.add(each.storages)
             asked_for = bisect_right(before, before[i] - self.settings.prefetch, hi=i + 1) - 1
             ahead = before[i] - before[max(asked_for, 0)]
@@ -282,7 +282,7 @@ class _Computed(torch.autograd.Function):
         return tensor.data  # counts its own changes; else two of one tensor would have different versions
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, None]:
+    def backward(ctx, *grads: Tensor) -> tuple[None, None]:
         return None, None
 
 

@@ -93,7 +93,7 @@ class View:
         return cls(
             tuple(tensor.shape),
             tensor.stride(),
-            tensor.storage_offset(),
+            int(tensor.storage_offset()),
             tensor.dtype,
             tensor.is_conj(),
             tensor.is_neg(),
@@ -178,7 +178,7 @@ def emptied(alias: Tensor) -> None:
 
 def _taken_apart(wrapper: Tensor) -> tuple[dict[str, Tensor], dict[str, Any], Any]:
     """What can be moved of a wrapper, what stays, and what else it is rebuilt with."""
-    names, context = wrapper.__tensor_flatten__()
+    names, context = getattr(wrapper, "__tensor_flatten__")()  # noqa: B009
     inner = {name: getattr(wrapper, name) for name in names}
     # The offsets of a nested tensor are part of its shape, by their identity.
     offsets = inner.keys() - {"_values"} if wrapper.is_nested else set()
