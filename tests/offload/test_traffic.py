@@ -219,6 +219,22 @@ class TestReads:
                 assert is_numbered(slot.get(), i)
             assert len(reads) == 40
 
+    def test_what_is_asked_for_early_is_read_when_something_dies(self, store, monkeypatch):
+        slots = [store.put(numbered(i)) for i in range(18)]
+        crowd_out(store)
+        with counted(monkeypatch, "preadv") as reads:
+            restored = slots[17].get()
+            for slot in slots:
+                slot.prefetch()
+            settle(store)
+            assert len(reads) == 1 + 15
+            del restored
+            settle(store)
+            assert len(reads) == 1 + 16
+            del slots[3]
+            settle(store)
+            assert len(reads) == 1 + 17
+
     def test_get_never_waits_for_room_that_read_ahead_has_taken(self, store):
         slots = [store.put(numbered(i)) for i in range(40)]
         crowd_out(store)
@@ -229,12 +245,14 @@ class TestReads:
         assert all(is_numbered(tensor, i) for i, tensor in enumerate(held_tensors, start=16))
         assert all(is_numbered(slot.get(), i) for i, slot in enumerate(slots))
 
-    def test_put_takes_the_room_of_what_was_read_ahead_and_never_got(self, store):
+    def test_put_takes_the_room_of_what_was_read_ahead_and_never_got(self, store, monkeypatch):
         slots = [store.put(numbered(i)) for i in range(16)]
         crowd_out(store)
         for slot in slots:
             slot.prefetch()
-        more = [store.put(numbered(i)) for i in range(16, 50)]
+        with monkeypatch.context() as patch:
+            patch.delattr(type(store._traffic._buffers), "extra")
+            more = [store.put(numbered(i)) for i in range(16, 50)]
         assert all(is_numbered(slot.get(), i) for i, slot in enumerate(slots + more))
 
     def test_tensors_that_are_held_stop_neither_put_nor_get(self, store):

@@ -86,6 +86,7 @@ class Settings:
 
     Attributes:
         paths: the modules to follow, with their paths; empty if the policy does not ask for them.
+        all_paths: the same, with those that are compiled.
         blocks: the modules inside which tensors may be recomputed; None if there is no such thing.
         compiled: the same in compiled code, where the compiler asks the policy.
     """
@@ -96,6 +97,7 @@ class Settings:
     prefetch: int
     model: nn.Module | None
     paths: Mapping[nn.Module, str]
+    all_paths: Mapping[nn.Module, str]
     blocks: frozenset[nn.Module] | None
     compiled: CompiledBlocks | None
     ledger: Ledger
@@ -140,7 +142,8 @@ class Call:
         try:
             with (
                 module_hooks(self.settings.paths, before=self._enter, after=self._leave, always=True),
-                saved_tensors_hooks(pack, unpack),
+                # Between two regions they run where what runs is compiled; they must not be.
+                saved_tensors_hooks(torch.compiler.disable(pack), torch.compiler.disable(unpack)),
                 contextlib.nullcontext() if self.settings.blocks is None else self.tape,
                 _while_compiling(self.settings.compiled),
             ):
@@ -180,6 +183,7 @@ class Call:
                 if self.region is not None and self.settings.compiled is not None:
                     self.settings.compiled.saw(self.region)
                 self._decide_or_wait(handle, tensor)
+                self.region = None
             return handle
 
     def name(self, tensor: Tensor, name: str) -> None:
@@ -265,7 +269,7 @@ class Call:
 
     def _describe(self, tensor: Tensor, op: str) -> SavedTensor:
         return SavedTensor(
-            path=self.settings.paths[self.modules[-1]] if self.modules else "",
+            path=self._path(),
             op=op,
             shape=tuple(tensor.shape),
             dtype=tensor.dtype,
@@ -274,6 +278,11 @@ class Call:
             index=self.num_packed - 1,
             name=self._name_of(tensor),
         )
+
+    def _path(self) -> str:
+        compiled = None if self.region is None else self.region.module
+        module = compiled or (self.modules[-1] if self.modules else None)
+        return "" if module is None else self.settings.all_paths.get(module, "")
 
     def _name_of(self, tensor: Tensor) -> str | None:
         if not self.names:

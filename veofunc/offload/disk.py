@@ -26,7 +26,7 @@ class DiskStore:
     `put` copies into a buffer and returns; one thread writes the buffers to the file, another reads ahead
     what is asked for with `slot.prefetch`. A buffer holds its tensor until its memory is needed, so that
     the newest tensors come back without the disk; and what was read becomes, in host memory, the tensor
-    itself, without a copy.
+    itself, without a copy (nor a way to resize its storage).
 
     The file has no name: nothing is left behind, not after a crash either. Blocks of tensors that are no
     longer needed are used again. Disk space is reserved in steps of up to 256 MiB and given back when

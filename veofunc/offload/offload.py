@@ -153,15 +153,16 @@ def make_settings(
         )
     ledger = Ledger()
     if model is None or (blocks is None and not getattr(policy, "reads_path", True)):
-        return Settings(policy, store, keep, prefetch, model, {}, None, None, ledger)
+        return Settings(policy, store, keep, prefetch, model, {}, {}, None, None, ledger)
     paths = {module: path for path, module in model.named_modules()}
     compiled = compiled_modules(fn, model)
     eager = {module: path for module, path in paths.items() if module not in compiled}
     if blocks is None:
-        return Settings(policy, store, keep, prefetch, model, eager, None, None, ledger)
+        return Settings(policy, store, keep, prefetch, model, eager, paths, None, None, ledger)
     chosen = frozenset(module for module, path in paths.items() if path and matches(path, blocks))
     in_compiled = CompiledBlocks(policy, paths, chosen)
-    return Settings(policy, store, keep, prefetch, model, eager, chosen & eager.keys(), in_compiled, ledger)
+    inside = chosen & eager.keys()
+    return Settings(policy, store, keep, prefetch, model, eager, paths, inside, in_compiled, ledger)
 
 
 def _check_glob(what: str, glob: str, model: nn.Module | None, fits: Callable[[str, str], bool]) -> None:

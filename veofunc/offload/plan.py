@@ -57,7 +57,8 @@ def plan_offload(
     """
     settings = make_settings(fn, policy, model, store, keep, prefetch, blocks)
     if settings.model is not None:  # for the table, also if the policy does not ask for paths
-        settings = replace(settings, paths={module: path for path, module in settings.model.named_modules()})
+        paths = {module: path for path, module in settings.model.named_modules()}
+        settings = replace(settings, paths=paths, all_paths=paths)
 
     def plan(*args, **kwargs) -> Plan:
         run = dry_run(fn, settings, args, kwargs)

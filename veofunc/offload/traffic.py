@@ -144,7 +144,6 @@ class Traffic(Monitor):
             if giver is None:
                 return None
             copy, _ = giver.popitem(last=False)
-            copy.is_wanted = False
             self._drop_buffer(copy)
         return buffer
 
