@@ -17,8 +17,8 @@ class Layer(nn.Module):
         super().__init__()
         self.linear = nn.Linear(8, 8)
 
-    def forward(self, x):
-        return self.linear(x).tanh()
+    def forward(me, x):  # it need not be called self
+        return me.linear(x).tanh()
 
 
 class Picking(nn.Module):

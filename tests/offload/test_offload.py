@@ -1326,6 +1326,12 @@ def test_recompute_is_refused_with_what_to_do():
     assert_no_hook(model)
 
 
+def test_a_policy_that_was_not_made_is_refused():
+    for uncalled in (p.larger_than, p.in_modules, p.budget):
+        with pytest.raises(TypeError, match=rf"calling {uncalled.__name__}\(\.\.\.\), got the function"):
+            vf.offload(mlp(), uncalled)
+
+
 @pytest.mark.parametrize("answer", [True, None, "offload", 1])
 def test_an_answer_that_is_no_fate_is_refused(answer):
     with pytest.raises(TypeError, match=r"must return a veofunc\.Fate, got"):

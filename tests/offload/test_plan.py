@@ -9,13 +9,18 @@ import re
 import resource
 import threading
 import weakref
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -230,6 +235,36 @@ def test_predicts_backward_to_within_what_one_operation_saves(case):
     assert 3 * largest < plan.plain_bytes / 8
 
 
+class Shifted(nn.Module):
+    """Saves x and x @ w + 1; the latter is computed again from x @ w, which is held for that."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(8, 4))
+
+    def forward(self, x):
+        return (x @ self.w + 1).sin()
+
+
+def test_what_is_held_for_recomputation_stays_until_all_of_its_block_is_computed():
+    plan = planned(nn.Sequential(Shifted()), p.matmuls, torch.ones(3, 8), blocks="*")
+    x, product = 4 * 3 * 8, 4 * 3 * 4
+    assert [(t.saved.op, t.fate.name) for t in plan.tensors] == [
+        ("", "KEEP"),
+        ("add", "RECOMPUTE"),
+        ("mm", "KEEP"),
+    ]
+    assert plan.forward == (x, x + product, x + product)
+    assert plan.backward == (x + product, x + 2 * product, x)
+
+
+def test_parameters_are_not_counted_as_held_wherever_they_come_from():
+    w = torch.ones(100, requires_grad=True)
+    plan = planned(lambda w: (w.sin() * w.view(10, 10).exp().view(-1)).sum(), p.nothing, w)
+    assert plan.bytes["kept"] == 4 * w.nbytes
+    assert plan.held_bytes == plan.plain_bytes == 2 * w.nbytes  # the sine, and the exponential twice
+
+
 def test_prefetch_holds_more_in_backward_up_to_its_bytes_and_one_tensor():
     model, x = make("mlp"), batch()
     plans = [planned(model, p.everything, x, prefetch=prefetch) for prefetch in (0, 1, 1000, 1 << 40)]
@@ -323,6 +358,47 @@ def test_a_tensordict_and_keywords_are_given_on():
     assert planned(lambda x: model(x) ** 2.0 * data["scale"], p.everything, data["x"], model=model).count == (
         vf.plan_offload(fn, p.everything, store=CloneStore(), model=model)(data, power=2.0).count
     )
+
+
+@dataclass
+class Batch:
+    """A container that PyTorch knows nothing of; it cannot be hashed."""
+
+    x: Tensor
+    note: str = ""
+
+
+def test_arguments_may_be_of_any_kind():
+    model, args = make("tied"), (Batch(batch()), {"tensors": [batch()], None: {1, 2}}, [], object())
+
+    def fn(data, others, *rest):
+        return model(data.x) * others["tensors"][0].mean() * len(rest)
+
+    sums, _ = run(fn, p.everything, *args, model=model)
+    assert_same(planned(fn, p.everything, *args, model=model), sums)
+
+
+@pytest.fixture
+def mesh():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_tensor_parallel_model_is_planned_as_it_runs(mesh):
+    model = nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH))
+    parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    x = distribute_tensor(batch(), mesh, [Replicate()])
+
+    def on_distributed(x):
+        return (x @ x.mT).sin().exp() * model[0].bias.sum()
+
+    for fn, arg in ((model, batch()), (on_distributed, x)):
+        for policy in (p.everything, p.larger_than(600)):
+            sums, _ = run(fn, policy, arg, model=model)
+            assert sums[0]["moved"] > 0
+            assert_same(planned(fn, policy, arg, model=model), sums)
 
 
 def test_what_fn_closes_over_is_planned_as_it_runs_with_model_and_without():

@@ -467,6 +467,8 @@ class Call:
             )
         elif self.num_offload == 0:
             why = f"policy {policy!r} offloads none of the {self.num_asked} that are no parameters"
+            if getattr(policy, "recomputes", False):
+                why += ", and no operation in the blocks made one that it recomputes"
         elif self.num_refused == self.num_offload:
             why = (
                 f"{store} takes none of the {self.num_offload} that the policy offloads (HostStore keeps "

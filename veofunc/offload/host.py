@@ -43,7 +43,7 @@ class HostStore:
         sync: copies on the stream that computes, and the host waits for each: nothing runs beside anything.
         codec: None, or `torch.bfloat16` or `torch.int8`: what wider floating tensors are kept in, with a
             loss; gradients are then no longer the same bit for bit. An element x comes back off by at most
-            |x| / 257 with bfloat16, and with int8 by at most absmax / 254, where absmax is the largest
+            `abs(x) / 257` with bfloat16, and with int8 by at most `absmax / 254`, where absmax is the largest
             magnitude in its row of the last dimension, apart from the rounding of the tensor's own dtype; a
             row with anything infinite or NaN comes back as NaN. `veofunc.offload.codec` has the fine print.
 

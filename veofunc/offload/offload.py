@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._C._autograd import _saved_tensors_hooks_get_disabled_error_message as why_hooks_are_forbidden
 
+from veofunc.offload import policies
 from veofunc.offload.ahead import ReadAhead
 from veofunc.offload.call import Call, Settings
 from veofunc.offload.compiled import compiled_modules
@@ -19,8 +20,7 @@ from veofunc.offload.host import HostStore
 from veofunc.offload.layout import Layout
 from veofunc.offload.ledger import Ledger
 from veofunc.offload.partition import CompiledBlocks
-from veofunc.offload.policies import nothing
-from veofunc.offload.policy import ask, is_inside
+from veofunc.offload.policy import Policy, ask, is_inside
 from veofunc.offload.regions import why_little_gained
 from veofunc.offload.saved import Fate, SavedTensor, op_of
 from veofunc.offload.stores import Store
@@ -133,6 +133,8 @@ def make_settings(
         raise TypeError(f"fn must be callable (a module or a function), got {type(fn).__name__}")
     if not callable(policy):
         raise TypeError(f"policy must be a function SavedTensor -> Fate, got {policy!r}")
+    if getattr(policy, "__module__", "") == policies.__name__ and not isinstance(policy, Policy):
+        raise TypeError(f"policy must be made by calling {name_of(policy)}(...), got the function itself")
     store = HostStore() if store is None else store
     if not isinstance(store, Store) or isinstance(store, type):
         raise TypeError(f"store must have the methods of veofunc.Store (accepts, put), got {store!r}")
@@ -143,7 +145,7 @@ def make_settings(
     for glob in getattr(policy, "globs", ()):
         _check_glob(f"glob {glob!r} of policy {policy!r}", glob, model, is_inside)
     if blocks is not None and (not isinstance(blocks, str) or not blocks):
-        raise ValueError(f'blocks must be a glob of modules such as "layers.*", got {blocks!r}')
+        raise ValueError(f'blocks must be one glob of modules, a str such as "layers.*", got {blocks!r}')
     if blocks is not None:
         _check_glob(f"blocks={blocks!r}", blocks, model, matches)
     elif getattr(policy, "recomputes", False):
@@ -195,7 +197,7 @@ def complaints(call: Call) -> list[str]:
             f"policy {policy!r} asks for names that were not given: {', '.join(missing)}; name tensors with "
             "veofunc.checkpoint_name(x, name) inside fn"
         )
-    if call.is_idle and policy is not nothing:
+    if call.is_idle and policy is not policies.nothing:
         found.append(call.why_idle())
     return found
 

@@ -25,7 +25,7 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import CheckpointPolicy
 
 from veofunc.offload.policy import ask
-from veofunc.offload.regions import Region
+from veofunc.offload.regions import Region, first_argument
 from veofunc.offload.saved import Fate, SavedTensor
 from veofunc.offload.tape import COLLECTIVES
 
@@ -195,8 +195,11 @@ def _compiled_module() -> nn.Module | None:
     from torch._dynamo.symbolic_convert import tls
 
     translator = getattr(tls, "current_tx", None)
-    root = None if translator is None else translator.output.root_tx.f_locals.get("self")
-    return root if isinstance(root, nn.Module) else None
+    if translator is None:
+        return None
+    outermost = translator.output.root_tx
+    module = first_argument(outermost.f_code, outermost.f_locals)
+    return module if isinstance(module, nn.Module) else None
 
 
 def _tag(inside: Mapping[fx.Node, _Place], fates: Mapping[int, Fate | None]) -> None:

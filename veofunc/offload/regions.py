@@ -10,12 +10,13 @@ import itertools
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from types import FrameType
+from types import CodeType, FrameType
+from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["Region", "saving_region", "why_little_gained"]
+__all__ = ["Region", "first_argument", "saving_region", "why_little_gained"]
 
 
 @dataclass(frozen=True)
@@ -63,11 +64,17 @@ def _running_module(frame: FrameType | None) -> nn.Module | None:
     """The module whose forward called PyTorch's own code down to `frame`."""
     for caller in _frames(frame):
         # `f_locals` keeps what it shows alive until its frame ends, so it is read in as few as possible.
-        if "self" in caller.f_code.co_varnames and isinstance(caller.f_locals["self"], nn.Module):
-            return caller.f_locals["self"]
+        module = first_argument(caller.f_code, caller.f_locals)
+        if isinstance(module, nn.Module):
+            return module
         if not caller.f_globals.get("__name__", "torch.").startswith("torch."):  # generated code has no name
             break
     return None
+
+
+def first_argument(code: CodeType, variables: Mapping[str, Any]) -> Any:
+    """What a function that runs was given first: `self`, whatever it is called."""
+    return variables.get(code.co_varnames[0]) if code.co_argcount else None
 
 
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:
