@@ -15,7 +15,7 @@ TINY = {
     "router": "--width 16 --layers 1 --experts 4 --batch 1 --tokens 8",
     "checkpoint": "--megabytes 1 --tensors 3",
 }
-NUM_ROWS = {"offload": 10, "channel": 5, "router": 2 + 4, "checkpoint": 5 + 4}
+NUM_ROWS = {"offload": 8, "channel": 5, "router": 2 + 4, "checkpoint": 5 + 4}
 
 
 @pytest.mark.parametrize("name", ENTRIES)
