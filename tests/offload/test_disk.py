@@ -542,6 +542,7 @@ def test_a_fork_does_not_wait_for_a_lock_that_a_thread_of_its_parent_held(tmp_pa
         child = os.fork()
         if child == 0:
             with contextlib.suppress(BaseException):
+                slots[1].prefetch()
                 del slots, restored
                 os._exit(0 if store.put(torch.ones(3)).get().sum() == 3 else 1)
             os._exit(2)

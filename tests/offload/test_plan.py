@@ -395,7 +395,7 @@ def test_a_tensor_parallel_model_is_planned_as_it_runs(mesh):
         return (x @ x.mT).sin().exp() * model[0].bias.sum()
 
     for fn, arg in ((model, batch()), (on_distributed, x)):
-        for policy in (p.everything, p.larger_than(600)):
+        for policy in (p.everything, p.larger_than(400)):
             sums, _ = run(fn, policy, arg, model=model)
             assert sums[0]["moved"] > 0
             assert_same(planned(fn, policy, arg, model=model), sums)

@@ -235,6 +235,22 @@ class TestReads:
             settle(store)
             assert len(reads) == 1 + 17
 
+    def test_a_buffer_that_was_copied_from_is_free_for_others_again(self, store, monkeypatch):
+        monkeypatch.delattr(type(store._traffic._buffers), "extra")
+        slots = [store.put(numbered(i, 128 * KIB)[::2]) for i in range(17)]  # those have gaps: must be copied
+        crowd_out(store)
+        with counted(monkeypatch, "preadv") as reads:
+            for slot in slots:
+                slot.prefetch()
+            settle(store)
+            assert len(reads) == 16
+            assert is_numbered(slots[0].get(), 0)
+            settle(store)
+            assert len(reads) == 17
+            assert all(is_numbered(slots[i].get(), i) for i in range(1, 17))
+        more = [store.put(numbered(i)) for i in range(20, 36)]
+        assert all(is_numbered(slot.get(), i) for i, slot in enumerate(more, start=20))
+
     def test_get_never_waits_for_room_that_read_ahead_has_taken(self, store):
         slots = [store.put(numbered(i)) for i in range(40)]
         crowd_out(store)

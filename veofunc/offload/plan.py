@@ -35,8 +35,10 @@ def plan_offload(
 ) -> Callable[..., Plan]:
     """A dry run of `offload(fn, policy, ...)`: which tensors are saved, and what becomes of each.
 
-    Runs `fn` on fake tensors, which have shapes and no elements: no memory, no time, nothing is written and
-    no state changes. Bytes and fates are those of a real run on the same device.
+    Runs `fn` on fake tensors, which have shapes and no elements: no memory, no time, and nothing is written.
+    The model, its gradients and the random generators end up as they were; what `fn` does to other objects,
+    such as a list, is done. Bytes and fates are those of a real run on the same device, except that what is
+    compiled runs as it was written, and that workspaces of recurrent layers have no known size.
 
     Args:
         fn, policy, model, store, keep, prefetch, blocks: as in `offload`.
@@ -45,7 +47,9 @@ def plan_offload(
         A function of the arguments of `fn` that returns a `Plan`.
 
     Raises:
-        ValueError, TypeError: as `offload`; when called, ValueError if `fn` needs the value of a tensor.
+        ValueError, TypeError: as `offload`; when called, ValueError if `fn` needs the value of a tensor or is
+            given a nested one.
+        RuntimeError: when called, `fn` runs a kernel that is no operation of PyTorch, or wants a NumPy array.
 
     Example:
         >>> import tempfile, torch, veofunc as vf
