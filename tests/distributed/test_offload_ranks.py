@@ -90,7 +90,7 @@ def assert_same_under_every_policy(rank, wrap, frozen=False):
     plain_model = wrap(make_model(frozen))
     plain = steps(plain_model, plain_model, rank)
     for name, policy in POLICIES.items():
-        for keep in (0, 2000):
+        for keep in (0, 2000) if name == "everything" else (0,):
             with tempfile.TemporaryDirectory() as directory:
                 model, store = wrap(make_model(frozen)), vf.DiskStore(directory)
                 fn = vf.offload(model, policy, store=store, blocks="layers.*", keep=keep)

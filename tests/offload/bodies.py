@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import random
 
 import torch
 import torch.nn.functional as F
@@ -364,6 +365,32 @@ def random_numbers_of_somebodys_operation(m, x):
     return (x @ m.w * noise(x.detach()) * filled * before).sin()
 
 
+@torch.library.custom_op("veofunc_tests::new_like", mutates_args=())
+def new_like(x: Tensor) -> Tensor:
+    return x * 2
+
+
+@torch.library.custom_op("veofunc_tests::native_batch_norm", mutates_args=())
+def native_batch_norm(x: Tensor) -> Tensor:
+    return x.cos()
+
+
+for operation in (new_like, native_batch_norm):
+    operation.register_fake(torch.empty_like)
+
+
+torch.library.define("veofunc_tests::copy_", "(Tensor(a!) x) -> ()")
+
+
+@torch.library.impl("veofunc_tests::copy_", "CompositeExplicitAutograd")
+def double_(x: Tensor) -> None:
+    x.mul_(2)
+
+
+def somebodys_operations_with_names_of_pytorchs(m, x):
+    return (x @ m.w * native_batch_norm(new_like((x > 0).float()))).sin()
+
+
 # What the tape does not see, or cannot repeat.
 
 
@@ -457,6 +484,15 @@ def custom_function_in_place(m, x):
     return (h.sin() * before.cos()).cos()
 
 
+def custom_functions_result_changed_through_its_argument(m, x):
+    total = x
+    for h in ((x @ m.w).add(1), SortedWithOrder.apply(x @ m.w)[0]):
+        same = Same.apply(h)
+        h.mul_(2)  # from now on autograd refuses to look at `same`
+        total = total + (x * same.detach()).sin() * h.cos()
+    return total
+
+
 def kernel_in_place(m, x):
     h = (x @ m.w).add(1)
     before = h + 1
@@ -487,6 +523,7 @@ def filled_by_a_kernel(m, x):
     write_raw(half, 4.0)
     half[:2].copy_(x.detach()[:2])
     half.mul_(2)
+    torch.ops.veofunc_tests.copy_(empty)
     return (x @ m.w * empty).sin() * zeros.cos() * half.sin() * (x * zeros).sin()
 
 
@@ -570,6 +607,84 @@ def compiled_function_inside(m, x):
     return (compiled(h, mask).cos() + h.sin() * mask).sin()
 
 
+# Anything.
+
+
+def program(seed, num_operations=14):
+    """A body made of random operations. Many programs are wrong; then autograd says so."""
+
+    def body(m, x):
+        chance = random.Random(seed)
+        pool = [x + 0, x @ m.w]
+        for _ in range(num_operations):
+            a, b = chance.choice(pool), chance.choice(pool)
+            with contextlib.suppress(_Refused):
+                made = chance.choice(OPERATIONS)(m, a, b, pool)
+                pool += [made] if isinstance(made, Tensor) else []
+        return sum(whole(tensor).sin() for tensor in pool[-3:])
+
+    return body
+
+
+class _Refused(RuntimeError):
+    """By autograd, as it is called."""
+
+
+def whole(tensor):
+    return tensor if tensor.shape == (4, 8) else tensor.reshape(-1).repeat(32)[:32].view(4, 8)
+
+
+def in_place(change):
+    """`change` of something new most of the time, of which a part was read already."""
+
+    def operation(m, a, b, pool):
+        if a.data_ptr() != pool[-1].data_ptr():
+            a = a + 0.25
+            pool += [a, (a * 0.5)[:2]]
+        try:
+            return change(m, a, b)
+        except RuntimeError as error:
+            raise _Refused from error
+
+    return operation
+
+
+def without_gradient_and_changed(m, a, b):
+    with torch.no_grad():
+        made = a * 2
+        made[0] = 1
+    return made
+
+
+OPERATIONS = [
+    *(lambda m, a, b, pool, f=f: f(a) for f in (torch.sin, torch.sigmoid, torch.relu, torch.clone)),
+    *(lambda m, a, b, pool: whole(a) * whole(b),) * 2,
+    *(lambda m, a, b, pool: whole(a) + whole(b) * 0.5,) * 2,
+    *(lambda m, a, b, pool: whole(a) @ m.w,) * 2,
+    lambda m, a, b, pool: F.layer_norm(whole(a), (8,), m.v),
+    lambda m, a, b, pool: whole(a).softmax(-1),
+    lambda m, a, b, pool: F.dropout(a, 0.25),
+    lambda m, a, b, pool: a * torch.rand_like(a),
+    lambda m, a, b, pool: torch.cat([whole(a), whole(b)])[2:6],
+    lambda m, a, b, pool: torch.zeros_like(whole(a)).index_add_(0, torch.tensor([1, 3]), whole(b)[:2]),
+    lambda m, a, b, pool: torch.empty(4, 8).copy_(whole(b).detach()),
+    lambda m, a, b, pool: a[:2],
+    lambda m, a, b, pool: a[..., ::2],
+    lambda m, a, b, pool: a.mT if a.dim() == 2 else a.reshape(-1),
+    lambda m, a, b, pool: torch.unsafe_chunk(whole(a), 2, -1)[1],
+    lambda m, a, b, pool: a.expand(2, *a.shape)[0],
+    lambda m, a, b, pool: a.detach(),
+    lambda m, a, b, pool: Twice.apply(a),
+    lambda m, a, b, pool: Same.apply(a),
+    lambda m, a, b, pool: without_gradient_and_changed(m, a, b),
+    in_place(lambda m, a, b: a.mul_(2)),
+    in_place(lambda m, a, b: a.add_(whole(b) if a.shape == (4, 8) else 1)),
+    in_place(lambda m, a, b: F.relu_(a)),
+    in_place(lambda m, a, b: a.clamp_(-1, 1)),
+    in_place(lambda m, a, b: a.detach().mul_(1.5)),
+    in_place(lambda m, a, b: DoubledInPlace.apply(a)),
+    in_place(lambda m, a, b: FilledByKernel.apply(a)),
+]
 BODIES = {
     body.__name__: body
     for body in (
@@ -608,8 +723,10 @@ BODIES = {
         random_numbers,
         random_numbers_of_a_generator,
         random_numbers_of_somebodys_operation,
+        somebodys_operations_with_names_of_pytorchs,
         custom_functions,
         custom_function_in_place,
+        custom_functions_result_changed_through_its_argument,
         kernel_in_place,
         kernel_in_place_on_a_view,
         sloppy_kernel_in_place,

@@ -24,6 +24,7 @@ from tests.offload.bodies import (
     Model,
     assert_books_balance,
     assert_equal,
+    program,
     residual_in_place,
     step,
     steps,
@@ -82,6 +83,31 @@ def test_a_step_leaves_the_same_bits_under_every_policy(body):
         fn = recomputing(model, policy, keep=300 if name == "random 3" else 0)
         assert_equal(plain, steps(fn, model, num_steps=1), name)
         assert_books_balance(fn)
+
+
+def test_random_programs_give_the_same_bits_or_the_same_error():
+    outcomes = Counter()
+    for seed in range(60):
+        model = Model(program(seed), program(-seed))
+        plain = result_or_error(model, model)
+        for policy in (p.recompute, random_fates(seed), random_fates(seed + 1)):
+            fn = recomputing(model, policy)
+            result = result_or_error(fn, model)
+            assert isinstance(plain, str) == isinstance(result, str), (seed, plain, result)
+            outcomes["wrong" if isinstance(plain, str) else "right"] += 1
+            if isinstance(plain, list):
+                assert_equal(plain, result, seed)
+                assert_books_balance(fn)
+                outcomes["recomputed"] += sums(fn)["recomputed"]
+    assert outcomes["right"] > outcomes["wrong"] > 0
+    assert outcomes["recomputed"] > 500
+
+
+def result_or_error(fn, model):
+    try:
+        return step(fn, model)
+    except RuntimeError as error:
+        return str(error)
 
 
 # Bodies that save nothing else than what they are given, or what is made of what is lost.
@@ -193,6 +219,22 @@ def test_only_what_leads_to_saved_tensors_runs_again_and_only_once():
     assert again["sigmoid"] == forward["sigmoid"] == 3
     assert again["bernoulli_"] == forward["bernoulli_"] == 3
     assert again["add"] == 0
+
+
+@pytest.mark.parametrize("body", ["batch_norm", "batch_norm_in_evaluation"])
+def test_batch_norms_run_again_and_leave_their_statistics_alone(body):
+    model = Model(BODIES[body])
+    _, _, forward, plain = measured(model, model, INPUT)
+    mean = model.layers[0].batch_norm.running_mean.clone()
+    fn = recomputing(model)
+    out = fn(INPUT.clone().requires_grad_()).sum()
+    after_forward = [buffer.clone() for buffer in model.buffers()]
+    out.backward()
+    assert_equal(after_forward, list(model.buffers()))
+    is_same = torch.equal(mean, model.layers[0].batch_norm.running_mean)
+    assert is_same == (body == "batch_norm_in_evaluation")
+    _, _, _, ops = measured(model, fn, INPUT)
+    assert (ops - plain)["native_batch_norm"] == forward["native_batch_norm"] > 0
 
 
 def test_no_module_and_no_hook_of_the_user_runs_again():
@@ -715,24 +757,26 @@ def test_memory_that_was_freed_raises():
 def test_a_block_whose_parts_free_their_parameters_is_computed_part_by_part():
     """As FSDP does with the parts of a block: in backward only one of them has its parameters at a time."""
     model = Model(lambda m, x: m.down(m.up(m.norm(x)).sigmoid()).sin().add(1).sin())
-    block = model.layers[0]
     plain = step(model, model)
-    full = {part: part.weight.detach().clone() for part in (block.up, block.down)}
+    parts = {part: part.weight.detach().clone() for part in (model.layers[0].up, model.layers[0].down)}
 
-    def gather(part, *_):
-        storage = part.weight.untyped_storage()
-        storage.resize_(full[part].nbytes)
-        torch._foreach_copy_([part.weight.data], [full[part]])
+    def gather(part):
+        part.weight.untyped_storage().resize_(parts[part].nbytes)
+        with torch.autograd._unsafe_preserve_version_counter(part.weight), torch.no_grad():
+            part.weight.copy_(parts[part])
 
-    def free(part, *_):
+    def free(part):
         part.weight.untyped_storage().resize_(0)
 
-    for part in full:
-        part.register_forward_pre_hook(gather)
-        part.register_forward_hook(free)
-        part.register_full_backward_pre_hook(gather)
+    def after_forward(part, args, out):
+        free(part)
+        out.register_hook(lambda gradient: gather(part))
+
+    for part in parts:
+        part.register_forward_pre_hook(lambda part, args: gather(part))
+        part.register_forward_hook(after_forward)
+        part.weight.register_post_accumulate_grad_hook(lambda _, part=part: free(part))
         free(part)
     fn = recomputing(model)
-    result = step(fn, model)
-    assert_equal(plain, result)
+    assert_equal(plain, step(fn, model))
     assert sums(fn)["recomputed"] > 0

@@ -482,7 +482,7 @@ class Call:
 def is_parameter(tensor: Tensor) -> bool:
     """Whether `tensor` is or shows something that gradients are collected for."""
     base = tensor if tensor._base is None else tensor._base
-    return base.is_leaf and base.requires_grad
+    return base.requires_grad and base.is_leaf
 
 
 def _while_compiling(blocks: CompiledBlocks | None) -> contextlib.AbstractContextManager:

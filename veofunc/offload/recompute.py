@@ -97,7 +97,7 @@ class Program:
         self._lock = threading.RLock()
 
     def recompute(self, handle: Handle) -> Tensor:
-        """The tensor of `handle`. Others that backward asks for in the same pass receive theirs.
+        """The tensor of `handle`. Others that backward will ask for receive theirs.
 
         Raises:
             RuntimeError: what it is computed from was changed or freed, or an operation gives something of
@@ -108,7 +108,7 @@ class Program:
             if ready is not None:  # another thread has asked
                 return ready
             alive = [(weak(), ref) for weak, ref in self._wanted]
-            wanted = {h: ref for h, ref in alive if h is not None and h.waits and h.times <= handle.times}
+            wanted = {h: ref for h, ref in alive if h is not None and h.waits}
             steps = _leading_to(wanted.values(), self._steps, self._source)
             run = _Run(self._source, steps, {ref.value for ref in wanted.values()})
             computed = {h: run.read(ref) for h, ref in wanted.items()}
@@ -128,9 +128,9 @@ class _Run:
         self._storages: dict[Value, torch.UntypedStorage] = {}
         self._parts: dict[Ref, Tensor] = {}
         last = {ref.value: i for i, node in enumerate(steps) for ref in node.reads}
-        with _as_below_autograd():
+        with _as_in_forward():
             for i, node in enumerate(steps):
-                self._step(node, {old for old, _ in node.written if last[old] == i and old not in results})
+                self._step(node)
                 done = {ref.value for ref in node.reads if last[ref.value] == i} | set(node.makes)
                 for value in done - results - {v for v in node.makes if v in last}:
                     self._storages.pop(value, None)
@@ -155,17 +155,9 @@ class _Run:
         self._parts[ref] = tensor
         return tensor
 
-    def _step(self, node: Node, free: set[Value]) -> None:
-        own = {}  # storages that the operation may write to
-        for old, _ in node.written:
-            ref = next(ref for ref in node.reads if ref.value is old)
-            storage = self.read(ref).untyped_storage()
-            own[old] = storage if old in free else storage.clone()
-
+    def _step(self, node: Node) -> None:
         def argument(leaf: Ref | Blank) -> Tensor:
-            if isinstance(leaf, Blank):
-                return leaf.tensor()
-            return leaf.view.on(own[leaf.value]) if leaf.value in own else self.read(leaf)
+            return leaf.tensor() if isinstance(leaf, Blank) else self.read(leaf)
 
         with _random(node.random):
             args, kwargs = replaced((node.args, node.kwargs), argument, (Ref, Blank))
@@ -180,7 +172,7 @@ class _Run:
                 )
             self._storages[made.value] = tensor.untyped_storage()
         for old, new in node.written:
-            self._storages[new] = own[old]
+            self._storages[new] = self._storages[old]  # nobody else reads what was there
 
 
 def _leading_to(
@@ -206,12 +198,11 @@ def _leading_to(
 
 
 @contextlib.contextmanager
-def _as_below_autograd() -> Generator[None]:
-    """The tape is below autograd and autocast, so its operations run without them, as in training."""
+def _as_in_forward() -> Generator[None]:
+    """The tape is below autocast. Nothing here requires a gradient, but kernels ask whether something may."""
     accelerator = torch.accelerator.current_accelerator()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(torch._C._AutoDispatchBelowAutograd())
-        stack.enter_context(torch.enable_grad())  # kernels may ask for it
+        stack.enter_context(torch.enable_grad())
         for device in {"cpu", accelerator.type if accelerator else "cpu"}:
             stack.enter_context(torch.autocast(device, enabled=False))
         yield

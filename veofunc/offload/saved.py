@@ -16,7 +16,7 @@ from veofunc.offload.layout import Parts, emptied
 from veofunc.offload.ledger import Ledger
 from veofunc.offload.stores import Slot, Store
 
-__all__ = ["Fate", "Handle", "Moved", "SavedTensor", "op_of"]
+__all__ = ["Fate", "Handle", "Moved", "SavedTensor", "node_of", "op_of"]
 
 # Autograd nodes of operations that show a tensor's memory in another way.
 VIEWS = frozenset(
@@ -90,13 +90,21 @@ class SavedTensor:
 
 def op_of(tensor: Tensor) -> str:
     """The operation that made the values of `tensor`, as `SavedTensor.op` calls it."""
-    node = tensor.grad_fn
+    node = node_of(tensor)
     while node is not None:
         op = _op_of_node(node.name())
         if op not in VIEWS:
             return op
         node = node.next_functions[0][0]
     return ""
+
+
+def node_of(tensor: Tensor) -> torch.autograd.graph.Node | None:
+    """The node of the graph that made `tensor`; None also if autograd refuses to look at it."""
+    try:
+        return tensor.grad_fn
+    except RuntimeError:  # some views that were changed in place
+        return None
 
 
 def _op_of_node(name: str) -> str:

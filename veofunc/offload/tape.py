@@ -7,7 +7,7 @@ something that the block did not make.
 
 A kernel that is no operation of PyTorch may write out of its sight, too. That is found out where PyTorch
 allows it: in a custom function that says so by `mark_dirty` or returns what it wrote, and in a tensor that
-was made empty or of zeros to be filled.
+was made empty or of zeros to be filled. Elsewhere it is not, and nor is it by autograd.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from veofunc.offload.layout import Parts, View, is_plain
-from veofunc.offload.saved import SavedTensor
+from veofunc.offload.saved import SavedTensor, node_of
 
 __all__ = ["Blank", "Node", "Ref", "Tape", "Value", "leaves", "replaced", "tensors_in"]
 
 COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "fsdp", "symm_mem")
 # They change running statistics without saying so, but give the same without any.
-BATCH_NORMS = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
+BATCH_NORMS = ("aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm")
 # What else is changed without saying so, as the schemas of PyTorch's operations call it.
 CHANGED_ARGUMENTS = ("running_mean", "running_var", "dropout_state")
 
@@ -282,7 +282,7 @@ class Tape(TorchDispatchMode):
         if not isinstance(func, torch._ops.OpOverload):
             return []  # higher-order operators are functional
         positions, names = _schema_writes(func)
-        if not names or (_name_of(func) in BATCH_NORMS and not args[5]):  # in evaluation
+        if not names or (func.name() in BATCH_NORMS and not args[5]):  # in evaluation
             return []
         given = [arg for i, arg in enumerate(args) if i in positions]
         return [
@@ -330,7 +330,8 @@ def _address(tensor: Tensor) -> int | None:
 
 def _custom_function(tensor: Tensor) -> int | None:
     """Which run of a custom autograd function gave `tensor`, if one did."""
-    return id(tensor.grad_fn) if isinstance(tensor.grad_fn, BackwardCFunction) else None
+    node = node_of(tensor)
+    return id(node) if isinstance(node, BackwardCFunction) else None
 
 
 def _is_to_be_filled(value: Value, how: tuple[str, ...] = ("empty", "zeros")) -> bool:
@@ -339,7 +340,7 @@ def _is_to_be_filled(value: Value, how: tuple[str, ...] = ("empty", "zeros")) ->
 
 def _without_statistics(func, args: tuple) -> tuple:
     """`args`; for a batch norm in training without the running statistics, which it updates."""
-    is_batch_norm = isinstance(func, torch._ops.OpOverload) and _name_of(func) in BATCH_NORMS
+    is_batch_norm = isinstance(func, torch._ops.OpOverload) and func.name() in BATCH_NORMS
     return (*args[:3], None, None, *args[5:]) if is_batch_norm and args[5] else args
 
 
@@ -368,13 +369,15 @@ def _is_view(func: torch._ops.OpOverload) -> bool:
 
 @functools.cache
 def _reads_shapes_only(func: torch._ops.OpOverload) -> bool:
-    return _name_of(func).endswith("_like") or _name_of(func).startswith("new_")
+    return func.namespace == "aten" and (
+        _name_of(func).endswith("_like") or _name_of(func).startswith("new_")
+    )
 
 
 @functools.cache
 def _overwrites(func: torch._ops.OpOverload) -> bool:
     """Whether what `func` writes to need not be read."""
-    return (
+    return func.namespace == "aten" and (
         _name_of(func) in ("copy", "fill", "zero")
         or torch.Tag.nondeterministic_seeded in func.tags
         or any(argument.is_out for argument in func._schema.arguments)
