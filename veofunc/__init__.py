@@ -14,12 +14,12 @@ from veofunc.checkpoint.manifest import CheckpointError
 from veofunc.grad import grad, grad_and_value
 from veofunc.offload import policies
 from veofunc.offload.call import checkpoint_name
-from veofunc.offload.disk import DiskStore
-from veofunc.offload.host import HostStore
 from veofunc.offload.offload import offload
 from veofunc.offload.plan import Plan, plan_offload
 from veofunc.offload.saved import Fate, SavedTensor
-from veofunc.offload.stores import Store
+from veofunc.offload.stores.disk import DiskStore
+from veofunc.offload.stores.host import HostStore
+from veofunc.offload.stores.store import Store
 from veofunc.router.detect import Router, find_routers
 from veofunc.router.heatmap import router_heatmap
 from veofunc.router.metrics import router_metrics

@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint
 import veofunc as vf
 from tests.bench import measure
 from tests.bench.measure import Samples
-from veofunc.offload import malloc
+from veofunc.offload.stores import malloc
 
 p = vf.policies
 

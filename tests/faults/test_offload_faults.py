@@ -14,7 +14,7 @@ from torch import nn
 
 import veofunc as vf
 from tests.limits import largest_file
-from tests.offload.disk import crowd_out, failing, held, open_files, settle
+from tests.offload.stores.disk import crowd_out, failing, held, open_files, settle
 
 # The temporary directory may be on a file system without direct I/O.
 pytestmark = pytest.mark.filterwarnings("ignore:no direct I/O:UserWarning")

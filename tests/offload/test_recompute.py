@@ -401,7 +401,7 @@ def test_no_cycle_is_left_for_the_garbage_collector():
         gc.collect()
         # Among the compiler's options, of which each change makes a class, there may be one of ours.
         ours = {type(thing) for thing in gc.garbage if type(thing).__module__.startswith("veofunc")}
-        assert {kind.__module__ for kind in ours} <= {"veofunc.offload.partition"}
+        assert {kind.__module__ for kind in ours} <= {"veofunc.offload.compiled.partition"}
     finally:
         gc.set_debug(0)
         gc.garbage.clear()

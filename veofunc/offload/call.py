@@ -21,14 +21,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
 from veofunc.offload.ahead import ReadAhead
+from veofunc.offload.compiled.partition import NAME, CompiledBlocks
+from veofunc.offload.compiled.regions import Region, saving_region
 from veofunc.offload.layout import Layout, Parts, View, is_plain
 from veofunc.offload.ledger import Ledger
-from veofunc.offload.partition import NAME, CompiledBlocks
 from veofunc.offload.policy import ask
 from veofunc.offload.recompute import Source, make_program
-from veofunc.offload.regions import Region, saving_region
 from veofunc.offload.saved import Fate, Handle, Moved, SavedTensor, op_of
-from veofunc.offload.stores import Store
+from veofunc.offload.stores.store import Store
 from veofunc.offload.tape import Ref, Tape, Value
 from veofunc.transform import module_hooks
 

@@ -14,16 +14,16 @@ from torch._C._autograd import _saved_tensors_hooks_get_disabled_error_message a
 from veofunc.offload import policies
 from veofunc.offload.ahead import ReadAhead
 from veofunc.offload.call import Call, Settings
-from veofunc.offload.compiled import compiled_modules
-from veofunc.offload.functional import run_under_torch_func
-from veofunc.offload.host import HostStore
+from veofunc.offload.compiled.modules import compiled_modules
+from veofunc.offload.compiled.partition import CompiledBlocks
+from veofunc.offload.compiled.regions import why_little_gained
+from veofunc.offload.functional.blockwise import run_under_torch_func
 from veofunc.offload.layout import Layout
 from veofunc.offload.ledger import Ledger
-from veofunc.offload.partition import CompiledBlocks
 from veofunc.offload.policy import Policy, ask, is_inside
-from veofunc.offload.regions import why_little_gained
 from veofunc.offload.saved import Fate, SavedTensor, op_of
-from veofunc.offload.stores import Store
+from veofunc.offload.stores.host import HostStore
+from veofunc.offload.stores.store import Store
 from veofunc.transform import Transformed, find_model, matches, name_of, some_paths
 
 __all__ = ["offload"]

@@ -12,7 +12,7 @@ from torch import nn
 from veofunc.offload.dry import dry_run
 from veofunc.offload.offload import make_settings
 from veofunc.offload.saved import Fate, SavedTensor
-from veofunc.offload.stores import Store
+from veofunc.offload.stores.store import Store
 from veofunc.transform import name_of
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from torch import Tensor
 from veofunc.offload.ahead import ReadAhead
 from veofunc.offload.layout import Parts, emptied
 from veofunc.offload.ledger import Ledger
-from veofunc.offload.stores import Slot, Store
+from veofunc.offload.stores.store import Slot, Store
 
 __all__ = ["Fate", "Handle", "Moved", "SavedTensor", "node_of", "op_of"]
 
