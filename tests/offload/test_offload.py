@@ -7,6 +7,7 @@ import math
 import threading
 import weakref
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -663,7 +664,10 @@ def test_a_tensor_changed_within_keep_raises_and_is_not_moved():
     fn = vf.offload(body, p.everything, store=ArrayStore(), keep=800)
     out = fn()
     assert (sums(fn)["moved"], sums(fn)["kept"]) == (3, 3)  # `h`, and the two newest
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"modified by an inplace operation: the output of mul of shape \[100\], which module '' saved",
+    ):
         out.backward()
     del out
     torch.ones(1, requires_grad=True).sum().backward()  # until the next one, torch holds on to a failed one
@@ -679,7 +683,8 @@ def test_a_parameter_changed_by_the_optimizer_between_forward_and_backward_raise
         late = fn(x).sum()
         fn(x).sum().backward()
         optimizer.step()
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        match = r"modified by an inplace operation: (a tensor of shape|\[torch.FloatTensor) \[8, 8\]"
+        with pytest.raises(RuntimeError, match=match):
             late.backward()
 
 
@@ -977,19 +982,19 @@ def test_nested_tensors_are_kept():
 
 def test_a_recycled_address_is_not_taken_for_the_tensor_that_was_there():
     w = torch.ones(1 << 8, requires_grad=True)
-    addresses = set()
+    memory = np.empty(1 << 8, dtype=np.float32)
 
     def body():
         total = 0
         for i in range(100):
-            factor = torch.full((1 << 8,), float(i))
-            addresses.add(factor.data_ptr())
+            memory[:] = i
+            factor = torch.from_numpy(memory)  # a new storage at the address of the one before
             total = total + (w * factor).sum()
+            del factor
         return total
 
     fn = everything_moved(body)
     fn().backward()
-    assert len(addresses) < 100  # else it shows nothing
     assert w.grad.tolist() == [sum(range(100))] * (1 << 8)
     assert sums(fn, "bytes")["moved"] == 100 * 4 * (1 << 8)
     assert_books_balance(fn)

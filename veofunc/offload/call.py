@@ -223,7 +223,7 @@ class Call:
         return Handle(tensor, nbytes, self.ledger, self.ahead)
 
     def _decide_or_wait(self, handle: Handle, tensor: Tensor) -> None:
-        saved = self._describe(tensor, op_of(tensor))
+        saved = handle.saved = self._describe(tensor, op_of(tensor))
         if self.block is not None and self.is_plain(tensor):
             self.in_block.append((weakref.ref(handle), saved, self.tape.read(tensor)))
         else:

@@ -160,7 +160,7 @@ class Plan:
         axes.axhline(
             self.plain_bytes / MIB, linestyle="--", color="grey", label="everything kept, at the peak"
         )
-        axes.axvline(len(self.forward) - 0.5, color="grey", linewidth=0.8)
+        axes.axvline(len(self.forward) - 0.5, color="grey", linewidth=0.8, label="forward ends")
         axes.set_xlabel("saved tensors: forward, then backward")
         axes.set_ylabel("held on the device, MiB")
         axes.set_ylim(0, 1.25 * max(*held, self.plain_bytes / MIB, 1e-6))

@@ -216,6 +216,7 @@ class Handle:
         "nbytes",
         "position",
         "ready",
+        "saved",
         "tensor",
         "times",
     )
@@ -227,6 +228,7 @@ class Handle:
         self.nbytes, self.ahead = nbytes, ahead
         self.position = ahead.position
         self.times = 0  # how often it was restored
+        self.saved: SavedTensor | None = None  # what the policy was asked about
         self.ready: Tensor | None = None  # brought back, or computed, before backward asked for it
         self._version = tensor._version
         self._ledger = ledger
@@ -283,7 +285,7 @@ class Handle:
         if self.changed:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace "
-                f"operation: a saved tensor is at version {self.tensor._version}; expected version "
+                f"operation: {self._described()} is at version {self.tensor._version}; expected version "
                 f"{self._version}. Clone it before changing it, or use an out-of-place operation"
             )
         ready = self.ready  # another thread may take it in the meantime
@@ -297,6 +299,12 @@ class Handle:
         elif ready is None and self._recipe is not None:
             ready = self._recipe.recompute(self)
         return self.tensor if ready is None else ready
+
+    def _described(self) -> str:
+        if self.saved is None:  # a parameter or a buffer
+            return f"a tensor of shape {list(self.tensor.shape)}"
+        made = f"the output of {self.saved.op}" if self.saved.op else "a tensor"
+        return f"{made} of shape {list(self.saved.shape)}, which module {self.saved.path!r} saved,"
 
     def __del__(self):
         if getattr(self, "_moved", None) is not None and not self._restored:
