@@ -42,7 +42,7 @@ def make_log(out: Path, bar: tqdm, *, tokens_per_step: int) -> Callable:
         caption = f"steps {window.first_step}-{window.last_step}"
         figures = {
             "router_heatmap": vf.router_heatmap(window.obs, objective.routers, caption=caption),
-            "channel_loss": loss_plot(history),
+            "channel_loss": vf.channel_plot((line["step"], line) for line in history),
         }
         sink(metrics, step, figures=figures)
         last_step, last_time = step, time.perf_counter()
@@ -81,22 +81,6 @@ def png_files(directory: Path) -> vf.log.Sink:
             figure.savefig(directory / f"{name}.png", dpi=150)
 
     return sink
-
-
-def loss_plot(history: list[dict]) -> Figure:
-    """The loss of every channel over the steps."""
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    for name in data.CHANNELS:
-        key = f"channel_loss/{name}"
-        lines = [line for line in history if line.get(key) is not None]
-        steps, losses = [line["step"] for line in lines], [line[key] for line in lines]
-        axes.plot(steps, losses, label=name, marker=".")
-    axes.set(xlabel="step", ylabel="nats per byte", title="Loss by channel")
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
-    return figure
 
 
 def read_metrics(out: Path) -> list[dict]:

@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import (
     StepLR,
 )
 
+from veofunc.channel.channels import Channels
 from veofunc.checkpoint import async_checkpointer
 from veofunc.state import load_train_state, train_state
 from veofunc.window import Window
@@ -185,6 +186,21 @@ def test_extras_read_back_as_what_they_were(tmp_path):
     assert again.add(obs, 5).obs["channel", "loss_sum"].tolist() == [3, 3]
     assert Window(**restored["empty"]).empty
     assert Window(**restored["empty"]).add(obs, 1).num_steps == 1
+
+
+def test_channels_come_back_with_the_names_of_when_they_were_saved(tmp_path):
+    model = nn.Linear(1, 1)
+    channels = Channels(("code",), capacity=3)
+    channels.id("prose")
+    template = train_state(model, channels=Channels())
+    with async_checkpointer(template, tmp_path) as ckpt:
+        state = train_state(model, SGD(model.parameters()), channels=channels)
+        channels.id("law")
+        ckpt.save(state, 1)
+    restored = Channels(**ckpt.restore(template)["channels"])
+    assert restored == Channels(("code", "prose"), capacity=3)
+    assert restored.id("new") == 2
+    assert channels.names == ("code", "prose", "law")
 
 
 def test_rng_is_left_alone_if_it_is_not_asked_for():

@@ -7,8 +7,11 @@ A transform takes a callable and returns a callable. `offload` returns the same 
 
 from veofunc import log
 from veofunc.channel import packing
+from veofunc.channel.channels import Channels
+from veofunc.channel.linear import linear_cross_entropy
 from veofunc.channel.loss import channel_sums, with_channel_loss
 from veofunc.channel.metrics import channel_metrics
+from veofunc.channel.plot import channel_plot
 from veofunc.checkpoint.checkpointer import async_checkpointer
 from veofunc.checkpoint.manifest import CheckpointError
 from veofunc.grad import grad, grad_and_value
@@ -28,6 +31,7 @@ from veofunc.state import load_train_state, train_state
 from veofunc.window import Window, all_reduce
 
 __all__ = [
+    "Channels",
     "CheckpointError",
     "DiskStore",
     "Fate",
@@ -40,11 +44,13 @@ __all__ = [
     "all_reduce",
     "async_checkpointer",
     "channel_metrics",
+    "channel_plot",
     "channel_sums",
     "checkpoint_name",
     "find_routers",
     "grad",
     "grad_and_value",
+    "linear_cross_entropy",
     "load_train_state",
     "log",
     "monitor_router",

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from veofunc.channel.channels import Channels
 from veofunc.checkpoint.values import decode, encode, to_json
 from veofunc.rng import load_rng_state, rng_state
 from veofunc.transform import bare_module
@@ -43,7 +44,7 @@ def train_state(
         scheduler: its state is made of the same kinds of values.
         rng: whether to take the random states of torch on the CPU and all CUDA devices, numpy and
             Python.
-        extra: tensors, TensorDicts, JSON values or a `Window`, under names of your choice.
+        extra: tensors, TensorDicts, JSON values, a `Window` or `Channels`, under names of your choice.
 
     Returns:
         A TensorDict of the sections `model` (parameters and persistent buffers), `optimizer`
@@ -183,12 +184,14 @@ def _names(model: nn.Module, optimizer: Optimizer) -> dict[Tensor, str]:
 
 
 def _leaf(value: Any, where: str) -> Any:
-    """`value` for a TensorDict: tensors detached, JSON wrapped, a window as its fields."""
+    """`value` for a TensorDict: tensors detached, JSON wrapped, a window or channels as its arguments."""
     if isinstance(value, Tensor | TensorDictBase):
         return value.detach()
     if isinstance(value, Window):
         names = [field.name for field in fields(value)]
         return TensorDict({name: _leaf(getattr(value, name), f"{where}.{name}") for name in names})
+    if isinstance(value, Channels):
+        value = {"names": [*value.names], "capacity": value.capacity}
     return NonTensorData(to_json(value, where))
 
 

@@ -433,7 +433,7 @@ GOOD = {"loss": torch.rand(2, 3), "labels": torch.ones(2, 3).long(), "channel": 
 @pytest.mark.parametrize(
     ("args", "error", "message"),
     [
-        ((GOOD["loss"],), ValueError, "exactly one argument must be .*'labels'.*found 0.*none"),
+        ((GOOD["loss"],), ValueError, r"exactly one argument must be .*'labels'.*found 0.*\['batch'"),
         (({"loss": 1},), ValueError, r"exactly one argument must be .*'labels'.*found 0.*\['loss'\]"),
         ((GOOD, GOOD), ValueError, "exactly one argument must be .*'labels'.*found 2"),
         (
@@ -463,9 +463,9 @@ GOOD = {"loss": torch.rand(2, 3), "labels": torch.ones(2, 3).long(), "channel": 
         ),
         ((GOOD | {"channel": [0, 1]},), TypeError, "channel must be an integer tensor, got list"),
         (
-            (GOOD | {"loss": torch.rand(2, 2)},),
+            (GOOD | {"loss": torch.rand(2, 1)},),
             ValueError,
-            r'given_loss must return one loss per label, shape \[2, 3\], got \[2, 2\].*reduction="none"',
+            r'given_loss must return one loss per label, shape \[2, 3\], got \[2, 1\].*reduction="none"',
         ),
         ((GOOD | {"loss": torch.rand(())},), ValueError, r"one loss per label.*got \[\]"),
         ((GOOD | {"loss": 3.0},), TypeError, "one loss per token, got float"),

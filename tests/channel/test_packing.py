@@ -1,10 +1,13 @@
 """Documents, channels and labels of packed rows against plain loops over tokens."""
 
+import re
+
 import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
 
+import veofunc as vf
 from tests import reference
 from veofunc import packing
 
@@ -194,6 +197,196 @@ def test_rows_of_no_token_or_one_are_fine(shape):
     assert ids.flatten().tolist() == list(range(zeros.numel()))
 
 
+@pytest.mark.parametrize(
+    ("cu_seqlens", "source", "padding", "expected"),
+    [
+        ([0, 2, 3, 5], [7, 3], {"mask": [1, 1, 1, 0, 0]}, [7, 7, 3, -1, -1]),
+        ([0, 2, 3, 5], [7, 3], {"mask": [0, 0, 1, 1, 1]}, [-1, -1, 7, 3, 3]),
+        ([0, 2, 3, 5], [7, 3], {"labels": [5, -100, -100, 5, -100]}, [7, 7, -1, 3, 3]),
+        ([0, 2, 4], [7], {"labels": [5, 5, -100, -100, -100, -100]}, [7, 7, -1, -1, -1, -1]),
+        ([0, 2, 4], [7, 3], {"labels": [5, 5, -100, -100, -100, -100]}, [7, 7, 3, 3, -1, -1]),  # no surplus
+        ([0, 2, 4], [7], {"mask": [1, 1, 1, 1], "labels": [5, 5, -100, -100]}, [7, 7, -1, -1]),
+        ([0, 2, 4, 4, 4], [7, 3], {}, [7, 7, 3, 3]),  # lengths padded to a fixed number
+        ([0, 2, 2, 4], [7, 9, 3], {}, [7, 7, 3, 3]),  # an empty document has a source, too
+    ],
+)
+def test_documents_by_length_that_are_padding_need_no_source(cu_seqlens, source, padding, expected):
+    padding = {name: torch.tensor(values) for name, values in padding.items()}
+    ids = packing.channel_ids(torch.tensor(source), cu_seqlens=torch.tensor(cu_seqlens), **padding)
+    assert ids.tolist() == expected
+
+
+PAD = -1  # as the channel of a piece
+
+
+@st.composite
+def pieces(draw, min_length=1):
+    """Rows of pieces (channel or PAD, length, first position) that fill them.
+
+    The first document of a row may begin anywhere: its beginning is in another row.
+    """
+    num_tokens = draw(st.integers(min_length, 10))
+    rows = []
+    for _ in range(draw(st.integers(1, 4))):
+        row, left, first = [], num_tokens, draw(st.sampled_from([0, 0, 5]))
+        while left:
+            channel = draw(st.integers(PAD, 2)) if left >= min_length else PAD
+            length = draw(st.integers(1 if channel == PAD else min_length, left))
+            row.append((channel, length, 0 if channel == PAD else first))
+            first = first if channel == PAD else 0
+            left -= length
+        rows.append(row)
+    return rows
+
+
+def slow_packing(rows):
+    """Source of every document, and per token: real or not, channel, label; the label is 100 b + t."""
+    source, real, channels, labels = [], [], [], []
+    for b, row in enumerate(rows):
+        tokens = []
+        for channel, length, _ in row:
+            source += [] if channel == PAD else [channel]
+            for i in range(length):
+                is_last = i == length - 1
+                following = 100 * b + len(tokens) + 1
+                tokens.append((channel != PAD, channel, -100 if channel == PAD or is_last else following))
+        for column, values in zip((real, channels, labels), zip(*tokens, strict=True), strict=True):
+            column.append(list(values))
+    return torch.tensor(source, dtype=torch.int64), real, channels, labels
+
+
+def text_positions(rows, numbering="zeros"):
+    """Positions that count from the first of each piece; those of padding are numbered in some way."""
+    return [
+        [
+            {"zeros": 0, "ones": 1, "count": i}[numbering] if channel == PAD else first + i
+            for channel, length, first in row
+            for i in range(length)
+        ]
+        for row in rows
+    ]
+
+
+def slow_sums(rows, losses):
+    """Sum of losses and number of labels of channels 0 to 2."""
+    loss_sum, token_count = [0.0] * 3, [0] * 3
+    for row, row_losses in zip(rows, losses, strict=True):
+        t = 0
+        for channel, length, _ in row:
+            for i in range(length):
+                if channel != PAD and i < length - 1:
+                    loss_sum[channel] += row_losses[t]
+                    token_count[channel] += 1
+                t += 1
+    return loss_sum, token_count
+
+
+MANY = settings(max_examples=60, derandomize=True, database=None, deadline=None)
+
+
+@MANY
+@given(pieces(), st.sampled_from(["zeros", "ones", "count"]), st.integers(0, 4))
+def test_ids_labels_and_sums_of_padded_rows_equal_a_loop(rows, numbering, cut):
+    source, real, channels, labels = slow_packing(rows)
+    positions, mask = torch.tensor(text_positions(rows, numbering)), torch.tensor(real)
+    ids = packing.channel_ids(source, position_ids=positions, mask=mask)
+    assert ids.tolist() == channels
+    tokens = torch.tensor([[100 * b + t for t in range(len(row))] for b, row in enumerate(channels)])
+    documents = packing.document_ids(positions).masked_fill(~mask, -1)
+    made = packing.next_token(tokens, documents)
+    assert made.tolist() == labels
+    losses = (tokens * 7 % 13).double()
+    whole = vf.channel_sums(losses, made, ids, 3)
+    loss_sum, token_count = slow_sums(rows, losses.tolist())
+    assert (whole["loss_sum"].tolist(), whole["token_count"].tolist()) == (loss_sum, token_count)
+    assert whole["unattributed_token_count"].item() == 0
+    first = vf.channel_sums(losses[:cut], made[:cut], ids[:cut], 3)
+    second = vf.channel_sums(losses[cut:], made[cut:], ids[cut:], 3)
+    assert (first + second == whole).all()
+
+
+@MANY
+@given(pieces(min_length=2))
+def test_ids_by_labels_alone_equal_a_loop(rows):
+    """Every document has a label, and padding is told by having none."""
+    source, _, channels, labels = slow_packing(rows)
+    positions = torch.tensor(text_positions(rows))
+    ids = packing.channel_ids(source, position_ids=positions, labels=torch.tensor(labels))
+    assert ids.tolist() == channels
+
+
+@MANY
+@given(pieces(min_length=2), st.sampled_from(["mask", "labels"]))
+def test_ids_by_length_equal_a_loop(rows, way):
+    """The pieces of all rows one after the other, padding as documents of its own."""
+    source, real, channels, labels = slow_packing(rows)
+    lengths = [length for row in rows for _, length, _ in row]
+    cu_seqlens = torch.tensor([sum(lengths[:d]) for d in range(len(lengths) + 1)])
+    padding = {way: torch.tensor({"mask": real, "labels": labels}[way])}
+    assert packing.channel_ids(source, cu_seqlens=cu_seqlens, **padding).tolist() == channels
+
+
+def multimodal_positions(row, shapes):
+    """Three positions of every token of a row: text counts, pictures of h x w tokens spread over a plane.
+
+    After a picture text goes on behind the largest position. Padding is at 1, as Qwen's processor has it.
+    """
+    positions = []
+    for channel, length, first in row:
+        if channel == PAD:
+            positions += [(1, 1, 1)] * length
+            continue
+        piece, following = [], first
+        while len(piece) < length:
+            height, width = next(shapes)
+            is_text = height * width > length - len(piece)
+            height, width = (1, 1) if is_text else (height, width)
+            piece += [(following, following + h, following + w) for h in range(height) for w in range(width)]
+            following += max(height, width)
+        positions += piece
+    return positions
+
+
+@MANY
+@given(pieces(), st.data())
+def test_multimodal_positions_give_the_ids_of_a_loop(rows, data):
+    source, real, channels, _ = slow_packing(rows)
+    shapes = iter(lambda: data.draw(st.tuples(st.integers(1, 2), st.integers(1, 3))), None)
+    three = torch.tensor([multimodal_positions(row, shapes) for row in rows]).permute(2, 0, 1)  # [3, B, T]
+    four = torch.cat([torch.tensor(text_positions(rows, "ones"))[None], three])
+    for positions in (three, four):
+        ids = packing.channel_ids(source, position_ids=positions, mask=torch.tensor(real))
+        assert ids.tolist() == channels
+
+
+def test_multimodal_documents_start_where_time_falls_or_all_are_zero():
+    temporal = [[3, 3, 3, 5, 0, 1, 0, 0, 0, 2, 4, 1]]
+    height = [[3, 3, 4, 5, 0, 1, 0, 0, 1, 2, 4, 1]]
+    width = [[3, 4, 3, 5, 0, 1, 0, 1, 0, 2, 4, 1]]
+    expected = [[0, 0, 0, 0, 1, 1, 2, 2, 2, 2, 2, 3]]
+    three = torch.tensor([temporal, height, width])
+    assert packing.document_ids(three).tolist() == expected
+    assert packing.document_ids(three.expand(3, 2, 12)).tolist() == [*expected, [d + 4 for d in expected[0]]]
+    text = torch.tensor([[[0, 1, 2, 0, 1, 2, 3, 4, 5, 6, 7, 8]]])
+    assert packing.document_ids(torch.cat([text, three])).tolist() == [[0] * 3 + [1] * 9]
+
+
+def test_three_rows_of_text_are_no_multimodal_positions():
+    assert packing.document_ids(torch.tensor([[0, 1], [0, 1], [0, 0]])).tolist() == [[0, 0], [1, 1], [2, 3]]
+
+
+@pytest.mark.parametrize("shape", [(), (1, 2, 5), (2, 2, 5), (5, 2, 5), (0, 2, 5), (3, 1, 2, 5)])
+def test_positions_of_another_shape_are_refused_and_the_right_ones_named(shape):
+    text = (
+        r"position_ids must have shape \[T\] or \[B, T\], or, of M-RoPE, \[3, B, T\] \(temporal, height, "
+        rf"width\) or \[4, B, T\] \(text first\), got {re.escape(str(list(shape)))}"
+    )
+    positions = torch.zeros(shape).long()
+    for call in (packing.document_ids, lambda p: packing.channel_ids(torch.tensor([7]), position_ids=p)):
+        with pytest.raises(ValueError, match=text):
+            call(positions)
+
+
 def test_arguments_stay_as_they_were():
     positions, tokens, source = torch.tensor([0, 1, 0]), torch.tensor([4, 5, 6]), torch.tensor([7, 3])
     packing.channel_ids(source, position_ids=positions, mask=torch.tensor([1, 1, 1]), labels=tokens)
@@ -245,6 +438,26 @@ POSITIONS = torch.tensor([[0, 1, 0, 1]])
             [7, 3],
             {"document_ids": torch.tensor([0, 1]), "mask": torch.tensor([1, 1, 1])},
             r"mask must have the tokens' shape \[2\], got \[3\]",
+        ),
+        (
+            [7, 3],
+            {"position_ids": torch.zeros(3, 1, 4).long(), "mask": torch.ones(3, 1, 4)},
+            r"mask must have the tokens' shape \[1, 4\], got \[3, 1, 4\]",
+        ),
+        (
+            [7],
+            {"cu_seqlens": torch.tensor([0, 2, 4]), "labels": torch.tensor([-100, 1, 1, -100])},
+            "found 2 documents, got 1 sources",
+        ),
+        (
+            [7, 3],
+            {"cu_seqlens": torch.tensor([0, 2, 4]), "labels": torch.ones(3)},
+            "cu_seqlens count 4 tokens, labels has 3",
+        ),
+        (
+            [7, 3],
+            {"cu_seqlens": torch.tensor([0, 2, 4]), "mask": torch.ones(4), "labels": torch.ones(1, 4)},
+            r"labels must have the tokens' shape \[4\], got \[1, 4\]",
         ),
         ([7, 3], {"cu_seqlens": torch.tensor([1, 2, 4])}, r"start with 0 and never fall, got \[1, 2, 4\]"),
         ([7, 3], {"cu_seqlens": torch.tensor([0, 4, 2])}, r"start with 0 and never fall, got \[0, 4, 2\]"),

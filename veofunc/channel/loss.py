@@ -2,104 +2,130 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict
 from torch import Tensor
 
-from veofunc.transform import Transformed, has_parameter, merge_obs, name_of, observing
+from veofunc.channel.arguments import Caller, per_token
+from veofunc.channel.channels import Channels
+from veofunc.channel.intercept import CrossEntropy, seeing_cross_entropies
+from veofunc.channel.tokens import Tokens, recognised, token_losses
+from veofunc.transform import Transformed, merge_obs, name_of, observing
 
 __all__ = ["channel_sums", "with_channel_loss"]
 
 REDUCTIONS = ("mean", "sum")
-NOT_IDS = (torch.bool, torch.complex32, torch.complex64, torch.complex128)
+ROUTES = ("auto", "output", "reduction", "pair", "intercept")
+EXTRAS = ("correct", "z_sum")
 MAX_CHANNELS = 1 << 20  # each costs a name and two sums; more is a mistake
 
 
 def with_channel_loss(
     loss_fn: Callable,
-    channels: int | tuple[str, ...] = 64,
+    channels: int | Sequence[str] | Channels = 64,
     *,
+    per_token: str = "auto",
     reduction: str = "mean",
     channel_key: str = "channel",
     label_key: str = "labels",
     ignore_index: int = -100,
+    extras: Sequence[str] = (),
+    token_bytes: Tensor | None = None,
+    deterministic: bool = False,
     has_aux: bool = False,
 ) -> Transformed:
-    """`loss_fn`, which returns one loss per token, as a function that returns `(loss, obs)`.
+    """`loss_fn` as a function that returns `(loss, obs)`, its loss and the sums of that per channel.
 
-    `loss` is the mean or the sum of the token losses that count (without any the mean is NaN, as torch's, and
-    its gradients are zeros); `obs["channel"]` holds their sums per
-    channel (see `channel_sums`). A token counts if its label is not `ignore_index`. The batch is the
-    mapping among the arguments that has the labels, or the keyword arguments themselves; its channel ids
-    are one per token or one per row.
+    The loss has the same bits as without. `obs["channel"]` holds the sums of the token losses (see
+    `channel_sums`); these are pure cross entropy wherever `F.cross_entropy` is seen. A token counts if its
+    label is not `ignore_index`. The batch is the mapping among the arguments that has the labels, or the
+    arguments themselves; its channel ids are one per token or one per row.
 
     Args:
-        loss_fn: returns the token losses, of the labels' shape, in nats, e.g. from
-            `F.cross_entropy(..., reduction="none")`.
-        channels: names, or a number C of channels that are called `"0"` to `"C-1"`.
-        reduction: `"mean"` over the tokens that count, or `"sum"`.
+        loss_fn: any function or module from which the token losses can be had, in nats.
+        channels: names, a number C of channels that are called `"0"` to `"C-1"`, or `Channels`.
+        per_token: where the token losses come from. `"output"`: `loss_fn` returns them, of the labels'
+            shape, flat, or without those of the last tokens of rows. `"reduction"`: it has an argument
+            `reduction`, and is called with `"none"`. `"pair"`: it returns `(loss, token_loss)`.
+            `"intercept"`: it calls `F.cross_entropy` once, as `nn.CrossEntropyLoss` and Hugging Face's
+            models do; then what it returns is returned as it is. `"auto"`: the first call shows which.
+        reduction: how the loss is made of token losses that `loss_fn` returned: `"mean"` over the tokens that
+            count (without any it is NaN, as torch's, with gradients of zero), or `"sum"`.
         channel_key: name of the channel ids in the batch; int of the labels' shape [B, T], or [B]. The
             keyword argument `channel=` of the returned function takes precedence; `loss_fn` sees it only
             if it has an argument of that name.
-        label_key: name of the labels in the batch; int [B, T] or any other shape.
-        ignore_index: the label that does not count.
-        has_aux: `loss_fn` returns `(token_loss, aux)`.
+        label_key: name of the labels in the batch; int [B, T] or any other shape. Not needed where
+            `F.cross_entropy` is seen, which has them.
+        ignore_index: the label that does not count, where `F.cross_entropy` is not seen.
+        extras: more sums, where it is seen: `"correct"` (int64, tokens whose label has the largest logit;
+            reads the logits once more), `"z_sum"` (squared log-partitions).
+        token_bytes: int [V], how many bytes of text each label is: adds the sum `bytes` (int64).
+        deterministic: sum in one order on accelerators, too.
+        has_aux: `loss_fn` returns `(out, aux)`.
 
     Returns:
         A function that returns `(loss, obs)`, with `channels`: the names. `obs["channel"]` has
-        `loss_sum` [C], `token_count` [C], `unattributed_loss_sum` [] and `unattributed_token_count` [].
+        `loss_sum` [C], `token_count` [C], the sums asked for [C], and an `unattributed_` one [] of each.
 
     Raises:
-        ValueError: an option is out of range; at the call, no batch is found, or shapes disagree.
+        ValueError: an option is out of range; at the call, no batch is found, shapes disagree, or
+            `F.cross_entropy` is called several times.
         TypeError: an option is of the wrong kind; at the call, `loss_fn` returned no token losses.
 
     Laws: additivity, purity, order, recompute, ranks, threads; works under `torch.func.grad` and `vmap`.
 
     Example:
         >>> import torch, torch.nn.functional as F, veofunc as vf
-        >>> batch = {
-        ...     "logits": torch.zeros(1, 4, 8),
-        ...     "labels": torch.tensor([[1, 2, 3, -100]]),
-        ...     "channel": torch.tensor([[0, 0, 1, 1]]),
-        ... }
-        >>> def loss_fn(batch):
-        ...     return F.cross_entropy(batch["logits"].mT, batch["labels"], reduction="none")
-        >>> loss, obs = vf.with_channel_loss(loss_fn, ("code", "prose"))(batch)
-        >>> obs["channel", "token_count"]
-        tensor([2, 1])
+        >>> logits, labels = torch.zeros(1, 4, 8), torch.tensor([[1, 2, 3, -100]])
+        >>> def loss_fn(logits, labels):
+        ...     return F.cross_entropy(logits.mT, labels)
+        >>> objective = vf.with_channel_loss(loss_fn, ("code", "prose"))
+        >>> loss, obs = objective(logits, labels, channel=torch.tensor([[0, 0, 1, 1]]))
+        >>> loss.equal(loss_fn(logits, labels)), obs["channel", "token_count"]
+        (True, tensor([2, 1]))
 
     Source: the per-source loss of VeOmni and ms-swift, as sums.
     """
-    names = _channel_names(channels)
-    for option, key in (("channel_key", channel_key), ("label_key", label_key)):
-        if not isinstance(key, str):
-            raise TypeError(f"{option} must be a str, the name of an entry of the batch, got {key!r}")
-    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
-        raise TypeError(f"ignore_index must be an int, got {ignore_index!r}")
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
+    num_channels, names = _channels(channels)
+    _check_options(per_token, reduction, channel_key, label_key, ignore_index, extras, token_bytes)
     observed = observing(loss_fn, has_aux)
-    takes_channel = has_parameter(loss_fn, "channel")
+    caller = Caller(loss_fn, channel_key, label_key)
+    if per_token == "reduction" and caller.reduction is None:
+        raise ValueError(f"per_token='reduction', but {name_of(loss_fn)} has no argument 'reduction'")
+    known = "reduction" if per_token == "auto" and caller.reduction is not None else per_token
 
     def call(*args, **kwargs):
-        given = kwargs.get("channel") if takes_channel else kwargs.pop("channel", None)
-        labels, channel = _labels_and_channel(args, kwargs, label_key, channel_key, given)
-        token_loss, obs = observed(*args, **kwargs)
-        _check_token_loss(token_loss, labels, loss_fn)
-        counted = labels != ignore_index
-        sums = _sums(token_loss, counted, _per_token(channel, labels), len(names))
-        return _reduce(token_loss, counted, reduction), merge_obs(obs, "channel", sums)
+        nonlocal known
+        route = known
+        kwargs, batch = caller.read(args, kwargs)
+        asked = "none"
+        if route == "reduction":
+            args, kwargs, asked = caller.unreduced(args, kwargs)
+        with _seeing(route, extras) as calls:
+            out, obs = observed(*args, **kwargs)
+        if route == "auto":
+            route = recognised(out, calls, batch, loss_fn)
+            if not torch.compiler.is_compiling():
+                known = route
+        tokens = token_losses(route, out, calls, batch, ignore_index, loss_fn)
+        more = _more(extras, calls, tokens, token_bytes, loss_fn)
+        sums = _sums(tokens, num_channels, more, deterministic)
+        return _loss(route, out, calls, tokens, asked, reduction), merge_obs(obs, "channel", sums)
 
-    return Transformed(
-        "with_channel_loss", loss_fn, call, observes="channel", exposes={"channels": lambda: names}
-    )
+    return Transformed("with_channel_loss", loss_fn, call, observes="channel", exposes={"channels": names})
 
 
 def channel_sums(
-    token_loss: Tensor, labels: Tensor, channel: Tensor, num_channels: int, ignore_index: int = -100
+    token_loss: Tensor,
+    labels: Tensor,
+    channel: Tensor,
+    num_channels: int,
+    ignore_index: int = -100,
+    *,
+    deterministic: bool = False,
 ) -> TensorDict:
     """Sums of token losses and numbers of tokens per channel: what `with_channel_loss` observes.
 
@@ -110,6 +136,7 @@ def channel_sums(
             -1 ("nobody's") among them, count as unattributed.
         num_channels: C.
         ignore_index: the label that does not count.
+        deterministic: sum in one order on accelerators, too.
 
     Returns:
         `loss_sum` [C] in nats, float32 (float64 for float64 losses); `token_count` [C], int64;
@@ -134,10 +161,89 @@ def channel_sums(
         raise ValueError(
             f"token_loss must have the labels' shape {list(labels.shape)}, got {list(token_loss.shape)}"
         )
-    return _sums(token_loss, labels != ignore_index, _per_token(channel, labels), num_channels)
+    tokens = Tokens(token_loss, labels, labels != ignore_index, per_token(channel, labels))
+    return _sums(tokens, num_channels, {}, deterministic)
 
 
-def _channel_names(channels: int | tuple[str, ...]) -> tuple[str, ...]:
+def _seeing(route: str, extras: Sequence[str]) -> contextlib.AbstractContextManager[list[CrossEntropy]]:
+    """Gives the list of the cross entropies that are called; always empty if nobody asks for them."""
+    asked = extras or route not in ("output", "pair")
+    return seeing_cross_entropies() if asked else contextlib.nullcontext([])
+
+
+def _loss(route, out, calls, tokens: Tokens, asked: str, reduction: str):
+    """What the wrapped function returns, from what `loss_fn` did."""
+    if route == "intercept":
+        return out
+    if route == "pair":
+        return out[0]
+    if asked == "none":
+        return _reduce(out, tokens.counted, reduction)
+    if calls and out is calls[0].loss:
+        return calls[0].reduced(asked)
+    return _reduce(out, tokens.counted, asked)
+
+
+def _more(extras, calls, tokens: Tokens, token_bytes: Tensor | None, fn: Callable) -> dict[str, Tensor]:
+    """A value for each token of each sum that was asked for."""
+    values = {}
+    if extras and len(calls) != 1:
+        raise ValueError(
+            f"extras need the logits: {name_of(fn)} must call F.cross_entropy once for them, it did "
+            f"{len(calls)} times"
+        )
+    if "correct" in extras:
+        values["correct"] = calls[0].correct
+    if "z_sum" in extras:
+        values["z_sum"] = calls[0].log_partition.square()
+    if token_bytes is not None:
+        values["bytes"] = token_bytes[torch.where(tokens.counted, tokens.labels, 0)]
+    return values
+
+
+def _sums(tokens: Tokens, num_channels: int, more: Mapping[str, Tensor], deterministic: bool) -> TensorDict:
+    """The sums per channel, and those of nobody's tokens."""
+    channel = tokens.channel.long()
+    known = (channel >= 0) & (channel < num_channels)
+    slot = torch.where(known, channel, num_channels).reshape(-1)
+    sums = {}
+    for name, values in {"loss_sum": tokens.loss, "token_count": tokens.counted, **more}.items():
+        values = torch.where(tokens.counted, values.detach(), 0).reshape(-1)
+        whole = not values.is_floating_point()
+        total = _added(values.long() if whole else _exact(values), slot, num_channels + 1, deterministic)
+        total = total if whole else total.to(torch.promote_types(values.dtype, torch.float32))
+        sums[name], sums[f"unattributed_{name}"] = total[:-1].clone(), total[-1].clone()
+    return TensorDict(sums)
+
+
+def _exact(values: Tensor) -> Tensor:
+    """They are added one by one: in float32 the sum of a million equal ones would be off by a per cent."""
+    return values if values.device.type == "mps" else values.double()  # MPS has no float64
+
+
+def _added(values: Tensor, slot: Tensor, num_slots: int, deterministic: bool) -> Tensor:
+    zeros = values.new_zeros(num_slots)
+    if deterministic and values.device.type != "cpu":  # sorts; what index_add does is atomic, in any order
+        return zeros.index_put((slot,), values, accumulate=True)
+    return zeros.index_add(0, slot, values)
+
+
+def _reduce(token_loss: Tensor, counted: Tensor, reduction: str) -> Tensor:
+    wide = torch.promote_types(token_loss.dtype, torch.float32)  # a sum may not fit where its mean does
+    total = torch.where(counted, token_loss, 0).sum(dtype=wide)
+    loss = total if reduction == "sum" else total / counted.sum()
+    return loss.to(token_loss.dtype)
+
+
+def _channels(channels: int | Sequence[str] | Channels) -> tuple[int, Callable[[], tuple[str, ...]]]:
+    """How many there are, and what gives their names."""
+    if isinstance(channels, Channels):
+        return channels.capacity, lambda: channels.names
+    names = _channel_names(channels)
+    return len(names), lambda: names
+
+
+def _channel_names(channels: int | Sequence[str]) -> tuple[str, ...]:
     if isinstance(channels, int) and not isinstance(channels, bool):
         if not 1 <= channels <= MAX_CHANNELS:
             raise ValueError(f"channels must be a number from 1 to {MAX_CHANNELS}, got {channels}")
@@ -151,84 +257,18 @@ def _channel_names(channels: int | tuple[str, ...]) -> tuple[str, ...]:
     return names
 
 
-def _labels_and_channel(args, kwargs, label_key, channel_key, channel) -> tuple[Tensor, Tensor]:
-    """The labels and channel ids of the one batch among the arguments."""
-    arguments = (*args, *kwargs.values(), kwargs)
-    mappings = [arg for arg in arguments if isinstance(arg, TensorDictBase | Mapping)]
-    batches = [mapping for mapping in mappings if label_key in mapping.keys()]
-    if len(batches) != 1:
-        keys = [str(sorted(map(str, mapping.keys()))) for mapping in mappings if mapping.keys()]
-        raise ValueError(
-            f"exactly one argument must be a TensorDict or mapping with {label_key!r} (label_key=), or "
-            f"{label_key}= be given by keyword, found {len(batches)}. Keys of the mappings among the "
-            f"arguments, and of the keyword arguments: {'; '.join(keys) or 'none'}"
-        )
-    batch = batches[0]
-    if channel is None:
-        if channel_key not in batch.keys():
-            raise ValueError(
-                f"the batch has no {channel_key!r} (channel_key=): put the channel ids there, one per "
-                f"token or row, or pass channel=. It has {sorted(map(str, batch.keys()))}"
-            )
-        channel = batch[channel_key]
-    return batch[label_key], channel
-
-
-def _check_token_loss(token_loss: Any, labels: Any, loss_fn: Callable) -> None:
-    if not isinstance(labels, Tensor):
-        raise TypeError(f"the labels must be a tensor, got {type(labels).__name__}")
-    name = name_of(loss_fn)
-    if not isinstance(token_loss, Tensor):
-        hint = ". If it returns (token_loss, aux), pass has_aux=True" * isinstance(token_loss, tuple)
-        raise TypeError(
-            f"{name} must return a tensor with one loss per token, got {type(token_loss).__name__}{hint}"
-        )
-    if token_loss.shape != labels.shape:
-        raise ValueError(
-            f"{name} must return one loss per label, shape {list(labels.shape)}, got "
-            f'{list(token_loss.shape)}. F.cross_entropy does with reduction="none"'
-        )
-
-
-def _per_token(channel: Tensor, labels: Tensor) -> Tensor:
-    """`channel` with one id per label, from one per label or one per row."""
-    if not isinstance(channel, Tensor) or channel.dtype in NOT_IDS or channel.is_floating_point():
-        kind = channel.dtype if isinstance(channel, Tensor) else type(channel).__name__
-        raise TypeError(f"channel must be an integer tensor, got {kind}")
-    if channel.shape == labels.shape:
-        return channel
-    if channel.dim() == 1 and labels.dim() > 1 and len(channel) == len(labels):
-        return channel.view(-1, *[1] * (labels.dim() - 1)).expand(labels.shape)
-    raise ValueError(
-        f"channel must have shape {list(labels.shape)} or {list(labels.shape[:1])}, got "
-        f"{list(channel.shape)}; ids are one per label or one per row"
-    )
-
-
-def _sums(token_loss: Tensor, counted: Tensor, channel: Tensor, num_channels: int) -> TensorDict:
-    """The sums per channel; `counted` and `channel` have one value per token loss."""
-    channel = channel.long()
-    known = (channel >= 0) & (channel < num_channels)
-    slot = torch.where(known, channel, num_channels).reshape(-1)
-    # Added one by one, so in float64: a million equal float32 losses would be off by a per cent.
-    exact = torch.float32 if token_loss.device.type == "mps" else torch.float64  # MPS has no float64
-    losses = torch.where(counted, token_loss.detach(), 0).to(exact).reshape(-1)
-    loss_sum = losses.new_zeros(num_channels + 1).index_add(0, slot, losses)
-    loss_sum = loss_sum.to(torch.promote_types(token_loss.dtype, torch.float32))
-    ones = counted.reshape(-1).long()
-    token_count = ones.new_zeros(num_channels + 1).index_add(0, slot, ones)
-    return TensorDict(
-        {
-            "loss_sum": loss_sum[:-1].clone(),
-            "token_count": token_count[:-1].clone(),
-            "unattributed_loss_sum": loss_sum[-1].clone(),
-            "unattributed_token_count": token_count[-1].clone(),
-        }
-    )
-
-
-def _reduce(token_loss: Tensor, counted: Tensor, reduction: str) -> Tensor:
-    wide = torch.promote_types(token_loss.dtype, torch.float32)  # a sum may not fit where its mean does
-    total = torch.where(counted, token_loss, 0).sum(dtype=wide)
-    loss = total if reduction == "sum" else total / counted.sum()
-    return loss.to(token_loss.dtype)
+def _check_options(per_token, reduction, channel_key, label_key, ignore_index, extras, token_bytes) -> None:
+    for option, value, accepted in (("per_token", per_token, ROUTES), ("reduction", reduction, REDUCTIONS)):
+        if value not in accepted:
+            raise ValueError(f"{option} must be one of {', '.join(accepted)}, got {value!r}")
+    for option, key in (("channel_key", channel_key), ("label_key", label_key)):
+        if not isinstance(key, str):
+            raise TypeError(f"{option} must be a str, the name of an entry of the batch, got {key!r}")
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
+        raise TypeError(f"ignore_index must be an int, got {ignore_index!r}")
+    if isinstance(extras, str) or not set(extras) <= set(EXTRAS):
+        raise ValueError(f"extras must be some of {EXTRAS}, got {extras!r}")
+    if token_bytes is not None and (
+        not isinstance(token_bytes, Tensor) or token_bytes.dim() != 1 or token_bytes.is_floating_point()
+    ):
+        raise TypeError(f"token_bytes must be an integer tensor [V], got {token_bytes!r}")

@@ -28,9 +28,11 @@ def channel_ids(
 
     Args:
         source: channel of each document, int [num_documents].
-        position_ids: [B, T] or [T]; see `document_ids` for where a document starts.
+        position_ids: [B, T] or [T], of M-RoPE [3, B, T] or [4, B, T]; see `document_ids` for where a
+            document starts.
         cu_seqlens: cumulative lengths, int [num_documents + 1], of tokens in one row. The ids have shape
-            [cu_seqlens[-1]], or that of `mask`: tokens past the last document are nobody's.
+            [cu_seqlens[-1]], or that of `mask` or `labels`: tokens past the last document are nobody's.
+            Documents beyond the number of `source` must be padding, by `mask`, `labels` or their length, 0.
         document_ids: [B, T] or [T], each an index into `source`, or -1 for nobody.
         mask: 0 or False on padding, of the tokens' shape. With `position_ids`, what is padding throughout
             is not a document.
@@ -61,16 +63,19 @@ def channel_ids(
         raise ValueError(
             f"source must have shape [num_documents], one channel each, got {list(source.shape)}"
         )
+    real = None if mask is None else mask.bool()
+    labelled = None if labels is None else labels != ignore_index
     if position_ids is not None:
-        documents = _documents_by_position(position_ids, mask, labels, ignore_index, len(source))
+        documents, num_documents = _documents_by_position(position_ids, real, labelled, len(source))
     elif cu_seqlens is not None:
-        documents = _documents_by_length(cu_seqlens, mask)
+        documents, num_documents = _documents_by_length(cu_seqlens, real, labelled, len(source))
     else:
         documents = given["document_ids"].long()
-    _check_count(documents, cu_seqlens, len(source), exact=document_ids is None)
-    if mask is not None:
-        _check_shape("mask", mask, documents)
-        documents = torch.where(mask.bool(), documents, -1)
+        num_documents = max(_num_documents(documents), len(source))  # some may have no token here
+        _check_shapes(documents, mask=real, labels=labelled)
+    _check_count(num_documents, len(source))
+    if real is not None:
+        documents = torch.where(real, documents, -1)
     nobody = source.new_full((1,), -1, dtype=torch.int64)
     return torch.cat([source.long(), nobody])[documents.clamp(min=-1)]  # index -1 is the last
 
@@ -81,13 +86,19 @@ def document_ids(position_ids: Tensor) -> Tensor:
     A document starts wherever a position does not follow its predecessor, and at the start of a row; so
     positions may start anywhere, and a row may begin inside a document.
 
+    With M-RoPE positions of images and videos leap and repeat. There a document starts where the temporal
+    position falls, or where all three are 0, and at the start of a row. Where there are positions of the
+    text as well, these tell, as above.
+
     Args:
-        position_ids: int [B, T] or [T].
+        position_ids: int [B, T] or [T]. Of M-RoPE int [3, B, T], temporal, height and width, or
+            [4, B, T], those of the text first.
 
     Returns:
-        int64 of the same shape.
+        int64 [B, T] or [T].
 
     Raises:
+        ValueError: `position_ids` have another shape.
         TypeError: `position_ids` are not integers.
 
     Example:
@@ -95,11 +106,24 @@ def document_ids(position_ids: Tensor) -> Tensor:
         >>> vf.packing.document_ids(torch.tensor([[7, 8, 0, 1], [0, 1, 2, 3]]))
         tensor([[0, 0, 1, 1],
                 [2, 2, 2, 2]])
+
+    Source: M-RoPE of Qwen2-VL (https://arxiv.org/abs/2409.12191); Hugging Face puts the text's first.
     """
     _check_integers(position_ids=position_ids)
-    starts = torch.ones_like(position_ids, dtype=torch.bool)
-    starts[..., 1:] = position_ids[..., 1:] != position_ids[..., :-1] + 1
-    return starts.reshape(-1).cumsum(0).view_as(position_ids) - 1
+    shape = position_ids.shape
+    if len(shape) not in (1, 2, 3) or (len(shape) == 3 and shape[0] not in (3, 4)):
+        raise ValueError(
+            "position_ids must have shape [T] or [B, T], or, of M-RoPE, [3, B, T] (temporal, height, width) "
+            f"or [4, B, T] (text first), got {list(shape)}"
+        )
+    starts = torch.ones(shape[-2:], dtype=torch.bool, device=position_ids.device)
+    if len(shape) == 3 and shape[0] == 3:
+        temporal = position_ids[0]  # [B, T]
+        starts[:, 1:] = (temporal[:, 1:] < temporal[:, :-1]) | (position_ids[:, :, 1:] == 0).all(0)
+    else:
+        text = position_ids[0] if len(shape) == 3 else position_ids
+        starts[..., 1:] = text[..., 1:] != text[..., :-1] + 1
+    return starts.reshape(-1).cumsum(0).view_as(starts) - 1
 
 
 def next_token(tokens: Tensor, document_ids: Tensor, ignore_index: int = -100) -> Tensor:
@@ -135,58 +159,77 @@ def next_token(tokens: Tensor, document_ids: Tensor, ignore_index: int = -100) -
     return labels
 
 
-def _documents_by_position(position_ids, mask, labels, ignore_index, num_sources) -> Tensor:
+def _documents_by_position(
+    position_ids: Tensor, real: Tensor | None, labelled: Tensor | None, num_sources: int
+) -> tuple[Tensor, int]:
+    """The document of every token, and how many there are without those that are padding."""
     documents = document_ids(position_ids)
-    if mask is not None:
-        _check_shape("mask", mask, position_ids)
-        documents = _without(documents, ~_any_per_document(documents, mask.bool()))
-    if labels is not None:
-        _check_shape("labels", labels, position_ids)
-        surplus = max(_num_documents(documents) - num_sources, 0)
-        unlabelled = ~_any_per_document(documents, labels != ignore_index)
-        padding = unlabelled & (unlabelled.flip(0).cumsum(0).flip(0) <= surplus)
-        documents = _without(documents, padding)
-    return documents
+    num_documents = _num_documents(documents)
+    _check_shapes(documents, mask=real, labels=labelled)
+    if real is not None:
+        documents, num_documents = _without_padding(documents, num_documents, real, 0)
+    if labelled is not None:
+        documents, num_documents = _without_padding(documents, num_documents, labelled, num_sources)
+    return documents, num_documents
 
 
-def _documents_by_length(cu_seqlens: Tensor, mask: Tensor | None) -> Tensor:
+def _documents_by_length(
+    cu_seqlens: Tensor, real: Tensor | None, labelled: Tensor | None, num_sources: int
+) -> tuple[Tensor, int]:
+    """As `_documents_by_position`."""
     if cu_seqlens.dim() != 1 or len(cu_seqlens) < 1 or cu_seqlens[0] != 0 or (cu_seqlens.diff() < 0).any():
         raise ValueError(
             f"cu_seqlens must be one-dimensional, start with 0 and never fall, got {cu_seqlens.tolist()}"
         )
-    num_tokens = int(cu_seqlens[-1]) if mask is None else mask.numel()
-    if num_tokens < int(cu_seqlens[-1]):
-        raise ValueError(f"cu_seqlens count {int(cu_seqlens[-1])} tokens, mask has {num_tokens}")
-    positions = torch.arange(num_tokens, device=cu_seqlens.device)
+    name, like = ("labels", labelled) if real is None else ("mask", real)
+    if like is None:
+        like = torch.ones(int(cu_seqlens[-1]), dtype=torch.bool, device=cu_seqlens.device)
+    if like.numel() < int(cu_seqlens[-1]):
+        raise ValueError(f"cu_seqlens count {int(cu_seqlens[-1])} tokens, {name} has {like.numel()}")
+    positions = torch.arange(like.numel(), device=cu_seqlens.device)
     documents = torch.searchsorted(cu_seqlens[1:].contiguous(), positions, right=True)
-    documents = torch.where(positions < cu_seqlens[-1], documents, -1)
-    return documents if mask is None else documents.view(mask.shape)
+    documents = torch.where(positions < cu_seqlens[-1], documents, -1).view(like.shape)
+    _check_shapes(documents, mask=real, labels=labelled)
+    num_documents = len(cu_seqlens) - 1
+    for flag in (like, labelled):
+        if flag is not None:
+            documents, num_documents = _without_padding(documents, num_documents, flag, num_sources)
+    return documents, num_documents
 
 
 def _num_documents(documents: Tensor) -> int:
     return int(documents.max()) + 1 if documents.numel() else 0
 
 
-def _any_per_document(documents: Tensor, flag: Tensor) -> Tensor:
-    """Whether `flag` holds anywhere in each document: bool [num_documents]."""
-    counts = torch.zeros(_num_documents(documents), dtype=torch.int64, device=documents.device)
+def _without_padding(
+    documents: Tensor, num_documents: int, flag: Tensor, num_sources: int
+) -> tuple[Tensor, int]:
+    """`documents` without those where `flag` is nowhere, the last ones first, until `num_sources` are left.
+
+    Their tokens become -1, the others are numbered anew. Also how many there are then.
+    """
     inside = documents >= 0
-    return counts.index_add(0, documents[inside], flag[inside].long()) > 0
-
-
-def _without(documents: Tensor, dropped: Tensor) -> Tensor:
-    """`documents` numbered anew without those in `dropped` (bool [num_documents]), which become -1."""
+    counts = torch.zeros(num_documents, dtype=torch.int64, device=documents.device)
+    blank = counts.index_add(0, documents[inside], flag[inside].long()) == 0  # [num_documents]
+    surplus = max(num_documents - num_sources, 0)
+    dropped = blank & (blank.flip(0).cumsum(0).flip(0) <= surplus)
     numbers = torch.where(dropped, -1, (~dropped).long().cumsum(0) - 1)
-    return torch.where(documents >= 0, numbers[documents.clamp(min=0)], -1)
+    nobody = numbers.new_full((1,), -1)
+    return torch.cat([numbers, nobody])[documents], num_documents - int(dropped.sum())  # index -1 is the last
 
 
-def _check_count(documents: Tensor, cu_seqlens: Tensor | None, num_sources: int, exact: bool) -> None:
-    num_documents = _num_documents(documents) if cu_seqlens is None else len(cu_seqlens) - 1
-    if num_documents > num_sources or (exact and num_documents != num_sources):
+def _check_count(num_documents: int, num_sources: int) -> None:
+    if num_documents != num_sources:
         raise ValueError(
             f"one source per document: found {num_documents} documents, got {num_sources} sources. "
             "Padding counts as a document unless mask= or labels= tells it apart"
         )
+
+
+def _check_shapes(documents: Tensor, **tensors: Tensor | None) -> None:
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            _check_shape(name, tensor, documents)
 
 
 def _check_shape(name: str, tensor: Tensor, tokens: Tensor) -> None:

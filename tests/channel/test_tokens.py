@@ -1,0 +1,328 @@
+"""The four routes to token losses: the same sums by each, and the loss that one had without."""
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import veofunc as vf
+from tests import reference
+
+B, T, D, V, C = 3, 6, 4, 11, 3
+
+
+def make(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(V, (B, T), generator=generator)
+    labels[0, 2] = labels[1, -1] = -100
+    return {
+        "hidden": torch.randn(B, T, D, generator=generator),
+        "labels": labels,
+        "channel": torch.randint(-1, C + 1, (B, T), generator=generator),
+    }
+
+
+HEAD = torch.randn(V, D, generator=torch.Generator().manual_seed(9)).requires_grad_()
+
+
+def logits_of(batch):
+    return F.linear(batch["hidden"], HEAD)  # [B, T, V]
+
+
+def expected_sums(batch, shift=0):
+    """By loops, from logits at each position and the label `shift` positions later; -100 past the end."""
+    rows = logits_of(batch).tolist()
+    losses, labels, channel = [], [], []
+    for b in range(B):
+        for t in range(T):
+            label = int(batch["labels"][b, t + shift]) if t + shift < T else -100
+            labels.append(label)
+            channel.append(int(batch["channel"][b, t]))
+            losses.append(0.0 if label < 0 else reference.cross_entropy(rows[b][t], label))
+    return reference.channel_sums(losses, labels, channel, C, -100)
+
+
+def assert_sums(obs, expected):
+    for name, value in expected.items():
+        assert obs["channel", name].tolist() == pytest.approx(value, rel=1e-4), name
+
+
+# Each loss function has its labels aligned with the logits unless its name says that it shifts.
+
+
+def unreduced(batch):
+    return F.cross_entropy(logits_of(batch).mT, batch["labels"], reduction="none")
+
+
+def flat_unreduced(batch):
+    return F.cross_entropy(logits_of(batch).flatten(0, 1), batch["labels"].flatten(), reduction="none")
+
+
+def shifting_unreduced(batch):
+    return F.cross_entropy(logits_of(batch)[:, :-1].mT, batch["labels"][:, 1:], reduction="none")
+
+
+def flat_shifting_unreduced(batch):
+    return shifting_unreduced(batch).flatten()
+
+
+def with_reduction(batch, reduction="mean"):
+    return F.cross_entropy(logits_of(batch).mT, batch["labels"], reduction=reduction)
+
+
+def fused(batch, reduction="mean"):
+    """As of a library whose kernel nobody sees into."""
+    return F.nll_loss(logits_of(batch).log_softmax(-1).mT, batch["labels"], reduction=reduction)
+
+
+def pair(batch):
+    return vf.linear_cross_entropy(batch["hidden"], HEAD, batch["labels"])
+
+
+def shifting_pair(batch):
+    token_loss = shifting_unreduced(batch)
+    return token_loss.sum() / 7, token_loss
+
+
+def mean(batch):
+    return F.cross_entropy(logits_of(batch).mT, batch["labels"])
+
+
+def module(batch):
+    return nn.CrossEntropyLoss()(logits_of(batch).flatten(0, 1), batch["labels"].flatten())
+
+
+def shifting_as_hugging_face(batch, num_items=None):
+    labels = F.pad(batch["labels"], (0, 1), value=-100)[..., 1:].flatten()
+    reduction = "mean" if num_items is None else "sum"
+    loss = F.cross_entropy(logits_of(batch).flatten(0, 1), labels, reduction=reduction)
+    return {"loss": loss if num_items is None else loss / num_items, "logits": None}
+
+
+def shifting_as_hugging_face_did(batch):
+    return nn.CrossEntropyLoss()(logits_of(batch)[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+
+def with_another_loss(batch):
+    return mean(batch) + 1e-3 * logits_of(batch).logsumexp(-1).square().mean()
+
+
+ROUTES = {
+    "output": (unreduced, flat_unreduced, shifting_unreduced, flat_shifting_unreduced),
+    "reduction": (with_reduction, fused),
+    "pair": (pair, shifting_pair),
+    "intercept": (
+        mean,
+        module,
+        shifting_as_hugging_face,
+        functools.partial(shifting_as_hugging_face, num_items=7),
+        shifting_as_hugging_face_did,
+        with_another_loss,
+    ),
+}
+LOSSES = [
+    pytest.param(route, fn, id=f"{route}-{getattr(fn, '__name__', 'partial')}")
+    for route, fns in ROUTES.items()
+    for fn in fns
+]
+
+
+def scalar(out):
+    if isinstance(out, dict):
+        return out["loss"]
+    return out[0] if isinstance(out, tuple) else out
+
+
+@pytest.mark.parametrize("asked", ["named", "auto"])
+@pytest.mark.parametrize(("route", "fn"), LOSSES)
+def test_every_route_gives_the_sums_of_a_loop(route, fn, asked):
+    batch = make()
+    objective = vf.with_channel_loss(fn, C, per_token=route if asked == "named" else "auto")
+    name = getattr(fn, "__name__", "shifting")
+    for _ in range(2):  # the first call of "auto" looks closer
+        _, obs = objective(batch)
+        assert_sums(obs, expected_sums(batch, shift=int("shifting" in name)))
+
+
+@pytest.mark.parametrize(  # of `fused` it is not seen how it makes its mean; see the next test
+    ("route", "fn"), [p for p in LOSSES if p.values[0] != "output" and p.values[1] is not fused]
+)
+def test_the_loss_and_its_gradient_have_the_bits_of_the_plain_ones(route, fn):
+    batch = make()
+    objective = vf.with_channel_loss(fn, C)
+    plain = scalar(fn(batch))
+    (gradient,) = torch.autograd.grad(plain, HEAD)
+    for _ in range(2):
+        out, _ = objective(batch)
+        loss = out["loss"] if isinstance(out, dict) else out
+        assert loss.equal(plain)
+        assert torch.autograd.grad(loss, HEAD)[0].equal(gradient)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("fn", [with_reduction, fused])
+def test_a_reduction_is_what_the_caller_asks_for(fn, reduction):
+    batch = make()
+    for objective, options in (
+        (vf.with_channel_loss(fn, C), {"reduction": reduction}),
+        (vf.with_channel_loss(functools.partial(fn, reduction=reduction), C), {}),
+        (vf.with_channel_loss(functools.partial(fn, reduction="none"), C, reduction=reduction), {}),
+    ):
+        loss, _ = objective(batch, **options)
+        torch.testing.assert_close(loss, fn(batch, reduction=reduction))
+    with pytest.raises(ValueError, match="reduction= of the call must be one of none, mean, sum, got 'max'"):
+        vf.with_channel_loss(fn, C)(batch, reduction="max")
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("weight", [None, torch.rand(V)])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_torch_s_own_function_is_wrapped_as_it_is(reduction, weight, smoothing):
+    batch = make()
+    logits, labels = logits_of(batch).detach().flatten(0, 1).requires_grad_(), batch["labels"].flatten()
+    options = {"reduction": reduction, "label_smoothing": smoothing}
+    plain = F.cross_entropy(logits, labels, weight, **options)
+    objective = vf.with_channel_loss(F.cross_entropy, C)
+    for _ in range(2):
+        loss, obs = objective(logits, labels, weight, channel=batch["channel"].flatten(), **options)
+        assert loss.equal(plain)
+        assert torch.autograd.grad(loss, logits)[0].equal(
+            torch.autograd.grad(plain, logits, retain_graph=True)[0]
+        )
+        assert_sums(obs, expected_sums(batch))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    ("route", "fn"), [p for p in LOSSES if p.values[1] not in (module, shifting_as_hugging_face_did)]
+)
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # the compiler does so itself
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # which the compiler uses
+def test_every_route_compiles_as_one_graph(route, fn, backend):
+    torch.compiler.reset()  # all transforms share the code that is compiled
+    batch = make()
+    expected, expected_obs = vf.with_channel_loss(fn, C)(batch)
+    compiled = torch.compile(vf.with_channel_loss(fn, C), fullgraph=True, backend=backend)
+    out, obs = compiled(batch)
+    torch.testing.assert_close(scalar(out), scalar(expected))
+    torch.testing.assert_close(obs["channel"].to_dict(), expected_obs["channel"].to_dict())
+
+
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"
+)  # so does the compiler
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
+def test_a_loss_module_that_is_compiled_is_not_seen_and_that_is_an_error():
+    torch.compiler.reset()
+    compiled = torch.compile(vf.with_channel_loss(module, C), backend="aot_eager")
+    with pytest.raises(Exception, match=r"have F\.cross_entropy called once inside"):
+        compiled(make())
+
+
+@pytest.mark.parametrize("per_row", [False, True])
+@pytest.mark.parametrize("fn", [mean, module, shifting_as_hugging_face_did])
+def test_labels_need_not_be_found_where_they_are_seen(fn, per_row):
+    batch = make()
+    if per_row:
+        batch["channel"] = torch.tensor([2, 0, -1])
+    _, expected = vf.with_channel_loss(fn, C)(batch)
+    without = {"labels": batch.pop("labels")}  # which the function has from elsewhere
+    _, obs = vf.with_channel_loss(lambda batch: fn(batch | without), C)(batch)
+    torch.testing.assert_close(obs["channel"].to_dict(), expected["channel"].to_dict())
+
+
+def chunked(batch):
+    return mean(batch) + mean(batch)
+
+
+def unseen(batch):
+    return logits_of(batch).mean()
+
+
+@pytest.mark.parametrize(
+    ("fn", "options", "error", "message"),
+    [
+        (
+            chunked,
+            {},
+            ValueError,
+            r"chunked must call F.cross_entropy once.*it did 2 times.*per_token='pair'",
+        ),
+        (chunked, {"per_token": "intercept"}, ValueError, "it did 2 times.*per_token='pair'"),
+        (
+            unseen,
+            {},
+            ValueError,
+            r"unseen must return one loss per label, shape \[3, 6\], got \[\].*Or return",
+        ),
+        (unseen, {"per_token": "intercept"}, ValueError, "it did 0 times.*per_token='pair'"),
+        (mean, {"per_token": "output"}, ValueError, r"mean must return one loss per label.*got \[\]"),
+        (mean, {"per_token": "pair"}, TypeError, r"says that mean returns \(loss, token_loss\), got Tensor"),
+        (shifting_as_hugging_face, {"per_token": "output"}, TypeError, "one loss per token, got dict"),
+        (lambda batch: (mean(batch), {}), {"per_token": "pair"}, TypeError, "one loss per token, got dict"),
+        (pair, {"extras": ("correct",)}, ValueError, "extras need the logits.*it did 0 times"),
+    ],
+)
+def test_a_route_that_leads_nowhere_is_refused_with_the_one_to_take(fn, options, error, message):
+    with pytest.raises(error, match=message):
+        vf.with_channel_loss(fn, C, **options)(make())
+
+
+def test_a_reduction_that_does_not_exist_is_refused_when_the_transform_is_made():
+    with pytest.raises(ValueError, match="per_token='reduction', but mean has no argument 'reduction'"):
+        vf.with_channel_loss(mean, C, per_token="reduction")
+    with pytest.raises(ValueError, match="per_token must be one of auto, output, reduction, pair, intercept"):
+        vf.with_channel_loss(mean, C, per_token="outputs")
+
+
+def test_ids_that_are_too_few_or_too_many_are_refused_with_both_numbers():
+    batch = make() | {"channel": torch.zeros(B, T + 3, dtype=torch.int64)}
+    labels = {"labels": batch.pop("labels")}
+    with pytest.raises(ValueError, match=r"F\.cross_entropy has 18 labels, got 27 channel ids"):
+        vf.with_channel_loss(lambda batch: mean(batch | labels), C)(batch)
+
+
+@pytest.mark.parametrize("fn", [unreduced, with_reduction, mean, shifting_as_hugging_face])
+def test_extras_are_sums_per_channel(fn):
+    batch = make()
+    _, obs = vf.with_channel_loss(fn, C, extras=("correct", "z_sum"))(batch)
+    shift = int(fn is shifting_as_hugging_face)
+    correct, z_sum = [0] * (C + 1), [0.0] * (C + 1)
+    for b in range(B):
+        for t in range(T - shift):
+            label, logits = int(batch["labels"][b, t + shift]), logits_of(batch)[b, t].tolist()
+            id_ = int(batch["channel"][b, t])
+            if label >= 0:
+                slot = id_ if 0 <= id_ < C else C
+                correct[slot] += max(range(V), key=logits.__getitem__) == label
+                z_sum[slot] += (reference.cross_entropy(logits, label) + logits[label]) ** 2
+    assert obs["channel", "correct"].dtype == torch.int64
+    assert [*obs["channel", "correct"].tolist(), obs["channel", "unattributed_correct"].item()] == correct
+    sums = [*obs["channel", "z_sum"].tolist(), obs["channel", "unattributed_z_sum"].item()]
+    assert sums == pytest.approx(z_sum, rel=1e-4)
+
+
+@pytest.mark.parametrize("fn", [unreduced, pair, mean])
+def test_bytes_are_those_of_the_labels_that_count(fn):
+    batch, token_bytes = make(), torch.arange(V) * 3 + 1
+    _, obs = vf.with_channel_loss(fn, C, token_bytes=token_bytes)(batch)
+    expected = [0] * (C + 1)
+    for label, id_ in zip(
+        batch["labels"].flatten().tolist(), batch["channel"].flatten().tolist(), strict=True
+    ):
+        if label >= 0:
+            expected[id_ if 0 <= id_ < C else C] += 3 * label + 1
+    assert [*obs["channel", "bytes"].tolist(), obs["channel", "unattributed_bytes"].item()] == expected
+    metrics = vf.channel_metrics(obs, ("a", "b", "c"))
+    nats = obs["channel", "loss_sum"][0].item()
+    assert metrics["channel_bits_per_byte/a"] == pytest.approx(nats / expected[0] / 0.6931472)
+
+
+def test_weighted_token_losses_have_their_gradients():
+    """The gradient of weighted token losses is that of eager PyTorch, weight by weight."""
+    batch, weights = make(), torch.arange(B * T).view(B, T)
+    plain = (unreduced(batch) * weights).sum()
+    loss, _ = vf.with_channel_loss(lambda batch: unreduced(batch) * weights, C, reduction="sum")(batch)
+    assert torch.autograd.grad(loss, HEAD)[0].equal(torch.autograd.grad(plain, HEAD)[0])
