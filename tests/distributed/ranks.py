@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from tensordict import TensorDict
 
 import veofunc as vf
@@ -77,6 +78,62 @@ def _check_structures_that_differ(rank) -> None:
     assert int(vf.all_reduce(TensorDict({"x": torch.tensor(1)}))["x"]) == 2  # the group still works
 
 
+def check_channel(rank: int, world_size: int) -> None:
+    """Packed rows, split by rows (data parallel) and by tokens (sequence parallel), by every kind of loss."""
+    batch, weight = _packed_batch(), torch.randn(9, 6, generator=torch.Generator().manual_seed(1))
+    count = (batch["labels"] != -100).sum()
+
+    def pair(batch, weight):
+        loss, token_loss = vf.linear_cross_entropy(batch["hidden"], weight, batch["labels"], divisor=count)
+        return loss, token_loss
+
+    def intercept(batch, weight):
+        logits = (batch["hidden"] @ weight.T).flatten(0, 1)
+        return F.cross_entropy(logits, batch["labels"].flatten(), reduction="sum") / count
+
+    parts = {
+        "by rows": {name: x.chunk(world_size, 0) for name, x in batch.items()},
+        "by tokens": {name: x.chunk(world_size, 1) for name, x in batch.items()},
+        "all on the last": {name: [x[:0]] * (world_size - 1) + [x] for name, x in batch.items()},
+    }
+    for loss_fn in (pair, intercept):
+        objective = vf.with_channel_loss(loss_fn, 4)
+        whole = _losses_and_gradient(objective, batch, weight)
+        for name, part in parts.items():
+            loss, obs, grad = _losses_and_gradient(objective, {k: x[rank] for k, x in part.items()}, weight)
+            total = vf.all_reduce(TensorDict({"loss": loss, "grad": grad, **obs}))
+            torch.testing.assert_close(total["loss"], whole[0], msg=f"{loss_fn.__name__}, {name}")
+            torch.testing.assert_close(total["grad"], whole[2])
+            torch.testing.assert_close(total["channel"].to_dict(), whole[1]["channel"].to_dict())
+            assert total["channel", "token_count"].equal(whole[1]["channel", "token_count"])
+            names = ("a", "b", "c", "d")
+            metrics, right = (vf.channel_metrics(x, names) for x in (total, whole[1]))
+            assert metrics.keys() == right.keys() and metrics == pytest.approx(right, rel=1e-5)
+
+
+def _packed_batch() -> dict[str, torch.Tensor]:
+    """Four rows of eight tokens of documents that cross no row; channel 3 has none, some are nobody's."""
+    generator = torch.Generator().manual_seed(0)
+    positions = torch.tensor(
+        [[0, 1, 2, 0, 1, 2, 3, 4]] * 2 + [[5, 6, 7, 8, 0, 1, 2, 3], [0, 1, 0, 1, 0, 1, 0, 1]]
+    )
+    documents = vf.packing.document_ids(positions)
+    source = torch.tensor([0, 1, 2, 0, 1, -1, 2, 0, 1, 1])
+    tokens = torch.randint(9, positions.shape, generator=generator)
+    return {  # made before the tokens are split: the last of a part predicts the first of the next
+        "hidden": torch.randn(*positions.shape, 6, generator=generator),
+        "labels": vf.packing.next_token(tokens, documents),
+        "channel": vf.packing.channel_ids(source, document_ids=documents),
+    }
+
+
+def _losses_and_gradient(objective, batch, weight):
+    weight = weight.clone().requires_grad_()
+    loss, obs = objective(batch, weight)
+    loss.backward()
+    return loss.detach(), obs, weight.grad
+
+
 def check_fsdp(rank: int, world_size: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -91,6 +148,9 @@ def check_fsdp(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (world_size,))
     for module in (*model.layers, model):
         fully_shard(module, mesh=mesh)
+    sharded = next(p for p in model.parameters() if p.dim() == 2)
+    with pytest.raises(TypeError, match=r"weight must be a whole tensor, got a DTensor.*full_tensor"):
+        vf.linear_cross_entropy(torch.ones(1, sharded.shape[1]), sharded, torch.zeros(1).long())
     functional = make_functional_loss(model)
 
     def with_weight_decay(params, batch):  # uses every parameter, but the swap would be ignored
@@ -118,7 +178,7 @@ def main() -> None:
     name, rendezvous, rank, world_size = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)
-    {"sums": check_sums, "fsdp": check_fsdp}[name](rank, world_size)
+    {"sums": check_sums, "channel": check_channel, "fsdp": check_fsdp}[name](rank, world_size)
     dist.barrier()
     dist.destroy_process_group()
     print(f"{name} passed")
