@@ -1,6 +1,8 @@
 """The four routes to token losses: the same sums by each, and the loss that one had without."""
 
 import functools
+import itertools
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -9,6 +11,8 @@ from torch import nn
 
 import veofunc as vf
 from tests import reference
+from tests.laws import subject
+from tests.no_sync import NoSync
 
 B, T, D, V, C = 3, 6, 4, 11, 3
 
@@ -326,3 +330,93 @@ def test_weighted_token_losses_have_their_gradients():
     plain = (unreduced(batch) * weights).sum()
     loss, _ = vf.with_channel_loss(lambda batch: unreduced(batch) * weights, C, reduction="sum")(batch)
     assert torch.autograd.grad(loss, HEAD)[0].equal(torch.autograd.grad(plain, HEAD)[0])
+
+
+@pytest.mark.parametrize("order", [*itertools.permutations(("offload", "channel", "router"))], ids="-".join)
+@pytest.mark.parametrize("route", ["intercept", "pair"])
+def test_composes_with_the_other_transforms_in_every_order(route, order, tmp_path):
+    model, batch = subject.make_model().eval(), subject.make_batch()
+
+    def intercept(batch):
+        return F.cross_entropy(model(batch["tokens"]).mT, batch["labels"])
+
+    def pair(batch):
+        token_loss = F.cross_entropy(model(batch["tokens"]).mT, batch["labels"], reduction="none")
+        return intercept(batch), token_loss
+
+    fn = intercept if route == "intercept" else pair
+    wraps = {
+        "offload": lambda fn: vf.offload(
+            fn, vf.policies.everything, model=model, store=vf.DiskStore(tmp_path)
+        ),
+        "channel": lambda fn: vf.with_channel_loss(fn, subject.CHANNELS),
+        "router": lambda fn: vf.monitor_router(fn, model=model),
+    }
+    loss = intercept(batch)
+    gradients = torch.autograd.grad(loss, list(model.parameters()))
+    _, expected = vf.with_channel_loss(fn, subject.CHANNELS)(batch)
+    objective = fn
+    for name in order:
+        objective = wraps[name](objective)
+    for _ in range(2):
+        out, obs = objective(batch)
+        assert set(obs.keys()) == {"channel", "router"}
+        assert out.equal(loss)
+        assert all(map(torch.equal, torch.autograd.grad(out, list(model.parameters())), gradients))
+        torch.testing.assert_close(obs["channel"].to_dict(), expected["channel"].to_dict(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("fn", [mean, shifting_as_hugging_face_did, with_reduction, pair])
+def test_two_threads_see_their_own_losses(fn):
+    batches = [make(seed) for seed in range(4)]
+    objective = vf.with_channel_loss(fn, C)
+    expected = [objective(batch)[1]["channel"].to_dict() for batch in batches]
+    with ThreadPoolExecutor(4) as pool:
+        for obs, right in zip(
+            pool.map(lambda batch: objective(batch)[1], batches * 8), expected * 8, strict=True
+        ):
+            torch.testing.assert_close(obs["channel"].to_dict(), right, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("fn", [mean, shifting_as_hugging_face_did, with_reduction, pair])
+def test_works_under_vmap_of_grad(fn):
+    batches = [make(seed) for seed in range(3)]
+    stacked = {name: torch.stack([batch[name] for batch in batches]) for name in batches[0]}
+    objective = vf.with_channel_loss(fn, C)
+
+    def loss(hidden, batch):
+        return objective(batch | {"hidden": hidden})
+
+    grads, obs = torch.func.vmap(torch.func.grad(loss, has_aux=True))(stacked["hidden"], stacked)
+    for m, batch in enumerate(batches):
+        hidden = batch["hidden"].clone().requires_grad_()
+        out, right = loss(hidden, batch)
+        torch.testing.assert_close(grads[m], torch.autograd.grad(out, hidden)[0])
+        torch.testing.assert_close({k: v[m] for k, v in obs["channel"].items()}, right["channel"].to_dict())
+
+
+@pytest.mark.parametrize(  # `linear_cross_entropy` looks at its labels on a CPU, and asserts elsewhere
+    ("route", "fn"), [p for p in LOSSES if p.values[1] is not pair]
+)
+def test_no_route_waits_for_the_device(route, fn):
+    objective, batch = vf.with_channel_loss(fn, C), make()
+    with NoSync():
+        objective(batch)
+
+
+@pytest.mark.parametrize("fn", [mean, unreduced, pair])
+def test_an_exception_inside_leaves_nothing_behind(fn):
+    fails = True
+
+    def sometimes(batch):
+        out = fn(batch)
+        if fails:
+            raise RuntimeError("boom")
+        return out
+
+    objective, batch = vf.with_channel_loss(sometimes, C), make()
+    with pytest.raises(RuntimeError, match="boom"):
+        objective(batch)
+    fails = False
+    assert_sums(objective(batch)[1], expected_sums(batch))
+    assert torch.overrides._get_current_function_mode_stack() == []
