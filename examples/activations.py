@@ -9,6 +9,7 @@ import data
 import torch
 import torch.nn.functional as F
 from model import Config, LanguageModel
+from options import integer
 
 import veofunc as vf
 
@@ -17,8 +18,8 @@ def main(argv=None):
     """Plan and run one training step under each policy; print a table, and plot the last plan."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/activations"), help="default: %(default)s")
-    parser.add_argument("--layers", type=int, default=4, help="default: %(default)s")
-    parser.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
+    parser.add_argument("--layers", type=integer(1), default=4, help="default: %(default)s")
+    parser.add_argument("--rounds", type=integer(1), default=3, help="default: %(default)s")
     options = parser.parse_args(argv)
     torch.manual_seed(0)
     model = LanguageModel(Config(num_layers=options.layers))

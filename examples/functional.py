@@ -7,6 +7,7 @@ import data
 import torch
 import torch.nn.functional as F
 from model import Config, LanguageModel
+from options import integer
 from tensordict import TensorDict
 from torch.func import functional_call
 
@@ -24,8 +25,8 @@ def adam(params, grads, moments, step, lr=4e-3, b1=0.9, b2=0.95, eps=1e-8):
 def main(argv=None):
     """Train, and print the loss of every channel as it falls."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=200, help="default: %(default)s")
-    parser.add_argument("--log-every", type=int, default=25, help="default: %(default)s")
+    parser.add_argument("--steps", type=integer(1), default=200, help="default: %(default)s")
+    parser.add_argument("--log-every", type=integer(1), default=25, help="default: %(default)s")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     torch.manual_seed(0)

@@ -3,6 +3,7 @@
 import re
 
 import activations
+import pytest
 
 
 def test_recomputation_holds_least_and_the_plot_is_there(tmp_path, capsys):
@@ -16,3 +17,10 @@ def test_recomputation_holds_least_and_the_plot_is_there(tmp_path, capsys):
     assert re.fullmatch(r".*plan\.png: bytes held over one step with first_of\(recompute, everything\)", last)
     assert (tmp_path / "plan.png").stat().st_size > 1000
     assert list((tmp_path / "store").iterdir()) == []
+
+
+@pytest.mark.parametrize("wrong", ["--layers=0", "--rounds=0", "--rounds=-1", "--layers=two"])
+def test_a_number_that_makes_no_sense_is_an_error_of_usage(wrong, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        activations.main([wrong])
+    assert f"argument {wrong.split('=')[0]}: must be" in capsys.readouterr().err

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import data
 import functional
+import pytest
 import torch
 from tensordict import TensorDict
 
@@ -46,3 +47,10 @@ def test_loss_of_every_channel_falls(capsys):
 
 def test_is_as_short_as_it_claims():
     assert len(Path(functional.__file__).read_text().splitlines()) <= 60
+
+
+@pytest.mark.parametrize("wrong", ["--steps=0", "--log-every=0", "--steps=-1"])
+def test_a_number_that_makes_no_sense_is_an_error_of_usage(wrong, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        functional.main([wrong])
+    assert f"argument {wrong.split('=')[0]}: must be" in capsys.readouterr().err

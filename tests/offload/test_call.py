@@ -1,13 +1,16 @@
-"""One call: names, what `keep` holds of tensors that are named late, and paths when something raises."""
+"""One call: names, what `keep` holds of tensors that are named late, when they move, paths after errors."""
 
 import contextlib
+import functools
 import threading
 import warnings
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import veofunc as vf
 from tests.offload.table import CloneStore
@@ -350,6 +353,194 @@ def test_keep_counts_a_wrapper_once_however_many_parts_have_the_name():
     _, sums, out = run(fn, p.names(offload=["y"]), leaf(5), keep=79)
     assert sums["moved"] == 1
     out.backward()
+
+
+# Tensors that an operation fills after autograd has saved them, and that it changes without saying so.
+
+
+@pytest.fixture
+def unfilled_memory_is_nan():
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+def noisy(x, **options):
+    return F.rrelu(x, training=True, **options)
+
+
+def noisy_part(w):
+    y = w * 1
+    noisy(y[1], inplace=True)
+    return y.sin()
+
+
+def noisy_gradient(w):
+    y = noisy(w - 0.5).exp()
+    (gradient,) = torch.autograd.grad(y.sum(), w, create_graph=True)
+    return noisy(gradient - 1) * y
+
+
+FILLED_LATE = {
+    "last": lambda w: noisy(w - 0.5),
+    "twice": lambda w: noisy(noisy(w - 0.5).sin() - 0.1).exp(),
+    "before operations that save nothing": lambda w: noisy(w - 0.5) + w.sum() + 1,
+    "before another that saves a parameter only": lambda w: noisy(w - 0.5) * w,
+    "in place": lambda w: noisy(w - 0.5, inplace=True).exp(),
+    "in place on a part": noisy_part,
+    "named": lambda w: checkpoint_name(noisy(checkpoint_name(w - 0.5, "x")).exp(), "y") * 1,
+    "differentiated inside": noisy_gradient,
+}
+CALLS = {
+    "moved": lambda fn: vf.offload(fn, p.everything, store=CloneStore()),
+    "named policy": lambda fn: vf.offload(fn, lambda saved: OFFLOAD, store=CloneStore()),
+    "some kept": lambda fn: vf.offload(fn, p.everything, store=CloneStore(), keep=30),
+    "nested": lambda fn: vf.offload(CALLS["moved"](fn), p.everything, store=CloneStore()),
+    "checkpoint around": lambda fn: functools.partial(checkpoint, CALLS["moved"](fn), use_reentrant=False),
+    "checkpoint inside": lambda fn: CALLS["moved"](lambda w: checkpoint(fn, w * 1, use_reentrant=False)),
+}
+
+
+@pytest.mark.parametrize("way", CALLS)
+@pytest.mark.parametrize("kind", FILLED_LATE)
+@pytest.mark.filterwarnings("ignore:offload moved nothing")
+def test_what_an_operation_fills_after_it_was_saved_is_moved_when_it_is_full(
+    kind, way, unfilled_memory_is_nan
+):
+    def gradient(fn):
+        w = leaf(2, 6)
+        torch.manual_seed(3)
+        with set_checkpoint_early_stop(False):  # else it stops before the noise is there, without offload too
+            out = fn(w)
+        out.sum().backward()
+        return [out.detach(), w.grad]
+
+    fn = FILLED_LATE[kind]
+    moved, plain = gradient(CALLS[way](fn)), gradient(fn)
+    assert all(torch.equal(a, b) for a, b in zip(moved, plain, strict=True))
+
+
+def test_all_of_it_is_moved_when_the_call_is_over():
+    fn = vf.offload(FILLED_LATE["twice"], p.everything, store=CloneStore())
+    out = fn(leaf(6))
+    sums = fn.stats()["count"]
+    assert sums["packed"] == sums["moved"] == 6  # of each rrelu its noise too
+    out.sum().backward()
+    assert fn.stats()["count", "restored"] == 6
+
+
+def test_it_waits_for_its_own_operation_only():
+    moves, x, y = [], torch.ones(3), torch.ones(4)
+
+    class Store(CloneStore):
+        def put(self, tensor):
+            moves.append(tuple(tensor.shape))
+            return super().put(tensor)
+
+    def fn(w):
+        first = w * x
+        assert moves == []
+        second = w.sum() * y
+        assert moves == [(3,)]
+        return first.sum() + checkpoint_name(second, "any").sum(), moves.copy()
+
+    vf.offload(fn, p.everything, store=Store())(leaf(3))
+    assert moves == [(3,), (4,)]
+    del moves[:]
+    _, before_the_end = vf.offload(fn, lambda saved: OFFLOAD, store=Store())(leaf(3))
+    assert before_the_end == [(3,), (4,)]  # whoever gives a name is between two operations
+
+
+def test_what_waits_is_known_again():
+    x = torch.ones(2, 3)
+
+    def fn(w):
+        return (w * x).sum() + (w * x).sum()
+
+    offloaded = vf.offload(fn, p.everything, store=CloneStore())
+    offloaded(leaf(3)).backward()
+    sums = offloaded.stats()["count"]
+    assert (sums["moved"], sums["deduplicated"], sums["restored"]) == (1, 1, 2)
+
+
+@pytest.mark.filterwarnings("ignore:offload moved nothing")
+def test_a_backward_pass_inside_finds_what_waits():
+    x = torch.linspace(0, 1, 6).view(2, 3)
+
+    def fn(w):
+        return torch.autograd.grad((w * x).sum(), w)[0]
+
+    offloaded = vf.offload(fn, p.everything, store=CloneStore())
+    assert torch.equal(offloaded(leaf(3)), fn(leaf(3)))
+    sums = offloaded.stats()["count"]
+    assert (sums["kept"], sums["moved"], sums["live"]) == (1, 0, 0)
+
+
+def statistics_changed_by(norm):
+    """Batch norm in evaluation, on statistics that it has changed in training since they were saved."""
+
+    def fn(x, weight, mean, variance):
+        trained = norm(x * 2, mean, variance, weight, training=True)
+        return trained.exp().sum() + norm(x, mean, variance, weight, training=False).exp().sum()
+
+    return fn
+
+
+def batch_norm(x, mean, variance, weight, training):
+    return F.batch_norm(x, mean, variance, weight, None, training, 0.5)
+
+
+STATISTICS = {
+    "function": batch_norm,
+    "view": lambda x, mean, variance, weight, training: batch_norm(
+        x, mean.view(-1), variance.view(2, 3).flatten(), weight, training
+    ),
+    "module": lambda x, mean, variance, weight, training: torch.func.functional_call(
+        nn.BatchNorm1d(6, momentum=0.5).train(training),
+        {"running_mean": mean, "running_var": variance, "weight": weight},
+        (x,),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", STATISTICS)
+def test_statistics_that_are_no_buffers_are_moved_as_they_are_each_time(kind):
+    def gradients(fn):
+        weight, x = torch.ones(6, requires_grad=True), leaf(4, 6)
+        fn(x, weight, torch.zeros(6), torch.ones(6)).backward()
+        return weight.grad, x.grad
+
+    fn = statistics_changed_by(STATISTICS[kind])
+    moved = gradients(vf.offload(fn, p.everything, store=CloneStore()))
+    assert all(torch.equal(a, b) for a, b in zip(moved, gradients(fn), strict=True))
+
+
+@pytest.mark.parametrize("keep", [0, 24, 100, 1 << 20])
+@pytest.mark.filterwarnings("ignore:offload moved nothing")
+def test_a_plan_knows_when_these_are_moved(keep):
+    def fn(x, weight, mean, variance):
+        return statistics_changed_by(batch_norm)(noisy(x - 0.5), weight, mean, variance)
+
+    args = leaf(4, 6), torch.ones(6, requires_grad=True), torch.zeros(6), torch.ones(6)
+    plan = vf.plan_offload(fn, p.everything, store=CloneStore(), keep=keep)(*args)
+    offloaded = vf.offload(fn, p.everything, store=CloneStore(), keep=keep)
+    out = offloaded(*args)
+    for kind, sums in (("count", plan.count), ("bytes", plan.bytes)):
+        assert sums == {event: offloaded.stats()[kind, event] for event in sums}
+    out.backward()
+
+
+def test_other_tensors_without_history_are_still_moved_once():
+    x, ids = torch.ones(4, 3), torch.tensor([0, 1, 1])
+
+    def fn(w):
+        return ((w * x)[ids] * (w * x)[ids]).sum()
+
+    offloaded = vf.offload(fn, p.everything, store=CloneStore())
+    offloaded(leaf(3))
+    sums = offloaded.stats()["count"]
+    assert (sums["moved"], sums["deduplicated"]) == (4, 2)
 
 
 # Paths.

@@ -812,7 +812,7 @@ def save_and_restore(*tensors, **options):
 
 
 def test_a_tensor_saved_by_several_operations_is_moved_once():
-    w = torch.ones(5, requires_grad=True)
+    w = torch.ones(1, 5, requires_grad=True)
 
     def body():
         h = w * 1
@@ -981,21 +981,21 @@ def test_nested_tensors_are_kept():
 
 
 def test_a_recycled_address_is_not_taken_for_the_tensor_that_was_there():
-    w = torch.ones(1 << 8, requires_grad=True)
-    memory = np.empty(1 << 8, dtype=np.float32)
+    w = torch.ones(4, 1 << 6, requires_grad=True)
+    memory = np.empty((2, 4, 1 << 6), dtype=np.float32)
 
     def body():
         total = 0
         for i in range(100):
-            memory[:] = i
-            factor = torch.from_numpy(memory)  # a new storage at the address of the one before
+            memory[i % 2] = i
+            factor = torch.from_numpy(memory[i % 2])  # a new storage where one was that is given up by now
             total = total + (w * factor).sum()
             del factor
         return total
 
     fn = everything_moved(body)
     fn().backward()
-    assert w.grad.tolist() == [sum(range(100))] * (1 << 8)
+    assert w.grad.tolist() == [[sum(range(100))] * (1 << 6)] * 4
     assert sums(fn, "bytes")["moved"] == 100 * 4 * (1 << 8)
     assert_books_balance(fn)
 
@@ -1293,6 +1293,12 @@ def test_store_must_be_a_store(store):
 def test_fn_must_be_callable_and_model_a_module():
     with pytest.raises(TypeError, match="fn must be callable"):
         vf.offload(torch.ones(3), p.everything)
+    for policy in (p.everything, p.larger_than(3)):
+        for transform in (vf.offload, vf.plan_offload):
+            with pytest.raises(TypeError, match=r"fn comes first.*; got fn=\w+(\(3\))?, policy=Sequential"):
+                transform(policy, mlp())
+    with pytest.raises(TypeError, match="fn comes first"):
+        vf.offload(lambda saved: vf.Fate.KEEP, mlp())
     with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module"):
         vf.offload(mlp(), p.everything, model="mlp")
 

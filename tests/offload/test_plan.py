@@ -1,6 +1,7 @@
 """A plan is what a run does: fates and bytes one by one, without memory and without changing anything."""
 
 import contextlib
+import copy
 import io
 import os
 import pickle
@@ -8,8 +9,9 @@ import random
 import re
 import resource
 import threading
+import warnings
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +20,7 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -301,6 +304,19 @@ def test_whatever_a_block_does_is_planned_as_it_runs(body, case):
     case = CASES[case]
     sums, _ = run(Model(BODIES[body]), case.policy, INPUT.clone(), **case.options)
     assert_same(planned(Model(BODIES[body]), case.policy, INPUT.clone(), **case.options), sums)
+
+
+def test_a_workspace_whose_size_is_unknown_is_planned_as_kept_and_empty():
+    """Of the recurrent layers of a CPU; all else is planned as it runs."""
+    model, x = nn.Sequential(nn.LSTM(16, 16, 2)), torch.randn(5, 3, 16)
+    policy = p.first_of(p.recompute, p.everything)
+    plan = planned(model, policy, x, blocks="0")
+    (count, nbytes), _ = run(model, policy, x, blocks="0")
+    workspaces = [tensor for tensor in plan.tensors if tensor.saved.dtype is torch.uint8]
+    assert [(t.fate, t.saved.nbytes) for t in workspaces] == [(vf.Fate.KEEP, 0)] * 2
+    count["recomputed"], count["kept"] = count["recomputed"] - 2, count["kept"] + 2
+    assert plan.count == count
+    assert plan.bytes["moved"] == nbytes["moved"]
 
 
 # Arguments and surroundings.
@@ -684,3 +700,174 @@ def test_draws_the_bytes_that_are_held():
     assert steps.get_ydata() == pytest.approx([n / 2**20 for n in (*plan.forward, *plan.backward)])
     assert plain.get_ydata() == pytest.approx([plan.plain_bytes / 2**20] * 2)
     figure.savefig(io.BytesIO())
+
+
+def test_a_long_title_is_drawn_whole():
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    policy = p.any_of(*(p.in_modules(f"layers.{i % 2}", "layers.*.norm1") for i in range(6)))
+    plan = planned(make("blocks"), policy, batch())
+    canvas = FigureCanvasAgg(plan.plot())
+    canvas.draw()
+    (axes,) = canvas.figure.axes
+    title = axes.title.get_window_extent()
+    assert 0 <= title.x0 < title.x1 <= canvas.figure.bbox.x1
+    assert 0 <= title.y0 < title.y1 <= canvas.figure.bbox.y1
+    assert axes.get_title().split() == plan.title.split()
+
+
+# What is compiled.
+
+
+class Small(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.linear(x).tanh() * x
+
+
+def small():
+    return Layers(Small(), Small())
+
+
+def compiled_whole(model, backend):
+    return torch.compile(model, backend=backend)
+
+
+def compiled_in_place(model, backend):
+    model.compile(backend=backend)
+    return model
+
+
+def compiled_blocks(model, backend):
+    for layer in model.layers:
+        layer.compile(backend=backend)
+    return model
+
+
+def compiled_method(model, backend):
+    model.forward = torch.compile(model.forward, backend=backend)
+    return model
+
+
+def compiled_twice(model, backend):
+    return compiled_whole(compiled_blocks(model, backend), backend)
+
+
+COMPILED = (compiled_whole, compiled_in_place, compiled_blocks, compiled_method, compiled_twice)
+by_the_compiler = pytest.mark.filterwarnings(  # which hears this from PyTorch itself
+    "ignore:The .grad attribute of a Tensor that is not a leaf", "ignore:`torch.jit.script_method`"
+)
+
+
+@pytest.fixture
+def compiler():
+    torch.compiler.reset()
+    yield CompileCounterWithBackend("aot_eager")
+    torch.compiler.reset()
+
+
+@by_the_compiler
+@pytest.mark.parametrize("blocks", [None, "layers.*"])
+@pytest.mark.parametrize("compile", COMPILED)
+def test_the_plan_of_what_is_compiled_is_that_of_what_was_written(compile, blocks, compiler):
+    policy = p.everything if blocks is None else p.first_of(p.recompute, p.everything)
+    plain = planned(small(), policy, batch(), blocks=blocks)
+    plan = planned(compile(small(), compiler), policy, batch(), blocks=blocks)
+    assert replace(plan, title="") == replace(plain, title="")
+    assert compiler.frame_count == 0
+
+
+@by_the_compiler
+@pytest.mark.parametrize("was_run", [False, True])
+@pytest.mark.parametrize("compile", COMPILED)
+def test_a_plan_leaves_the_compiler_as_it_was(compile, was_run, compiler):
+    def num_frames(plans):
+        torch.compiler.reset()
+        compiler.frame_count, frames = 0, []
+        fn, x = compile(small(), compiler), batch()
+        if was_run:
+            fn(x)
+        if plans:
+            planned(fn, p.first_of(p.recompute, p.everything), x, blocks="layers.*")
+        frames.append(compiler.frame_count)
+        fn(x)
+        frames.append(compiler.frame_count)
+        sums, _ = run(fn, p.everything, x)
+        return [*frames, compiler.frame_count], sums
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="little is gained")
+        without = num_frames(plans=False)
+        assert num_frames(plans=True) == without
+    assert without[0][1] > 0
+
+
+@by_the_compiler
+@pytest.mark.filterwarnings("ignore:little is gained")
+def test_the_policy_is_obeyed_by_what_is_compiled_after_its_plan(compiler):
+    policy = p.first_of(p.recompute, p.everything)
+    fn = compiled_blocks(small(), compiler)
+    planned(fn, policy, batch(), blocks="layers.*")
+    sums, _ = run(fn, policy, batch(), blocks="layers.*")  # a warning if it were not
+    assert compiler.frame_count > 0
+    assert sums[0]["moved"] > 0
+
+
+@by_the_compiler
+def test_a_plan_that_raises_leaves_the_compiler_as_it_was(compiler):
+    model = small()
+    fn = torch.compile(lambda x: model(x) * 2, backend=compiler)
+
+    def raising(x):
+        raise ZeroDivisionError(fn(x))
+
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            planned(raising, p.everything, batch(), model=model)
+    assert compiler.frame_count == 0
+    fn(batch())
+    assert compiler.frame_count == 1
+
+
+@by_the_compiler
+def test_plans_in_several_threads_leave_the_compiler_as_it_was(compiler):
+    first_is_in, second_may_end = threading.Event(), threading.Event()
+    fn = torch.compile(torch.sin, backend=compiler)
+
+    def early(x):
+        first_is_in.set()
+        second_may_end.wait(0.2)
+        return x.sin()
+
+    def late(x):
+        second_may_end.set()
+        return x.sin()
+
+    def plan_late():
+        first_is_in.wait()
+        planned(late, p.everything, batch())
+
+    threads = [threading.Thread(target=planned, args=(early, p.everything, batch()))]
+    threads.append(threading.Thread(target=plan_late))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    fn(batch())
+    assert compiler.frame_count == 1
+
+
+# What is no plan yet.
+
+
+def test_what_was_not_called_with_arguments_says_so():
+    uncalled = vf.plan_offload(make("mlp"), p.everything, store=CloneStore())
+    said = "plan_offload(Layers, everything): not a plan yet, call it with the arguments of Layers"
+    assert repr(uncalled).startswith(said)
+    with pytest.raises(AttributeError, match=re.escape(said)):
+        uncalled.plot()
+    assert not hasattr(uncalled, "bytes")
+    assert callable(copy.copy(uncalled))

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -333,6 +334,22 @@ def test_combinators_refuse_to_combine_nothing(combine):
 def test_combinators_refuse_what_is_no_policy(combine, wrong):
     with pytest.raises(TypeError, match="takes policies"):
         combine(wrong)
+
+
+@pytest.mark.parametrize("combine", [p.any_of, p.all_of, p.not_, p.first_of])
+@pytest.mark.parametrize("maker", [p.larger_than, p.in_modules, p.names, p.budget, p.any_of, p.not_])
+def test_combinators_refuse_what_makes_a_policy(combine, maker):
+    others = [] if combine is p.not_ else [p.everything]
+    match = rf"must be made by calling {maker.__name__}\(\.\.\.\), got the function itself"
+    with pytest.raises(TypeError, match=match):
+        combine(*others, maker)
+
+
+@pytest.mark.parametrize("policy", [p.everything, p.recompute, p.larger_than(3), p.any_of(p.nothing)])
+def test_a_policy_that_is_called_like_a_function_that_makes_one_says_so(policy):
+    said = f"{policy!r} is a policy already and is asked about a SavedTensor: pass it as it is, without ()"
+    with pytest.raises(TypeError, match=re.escape(said)):
+        policy()
 
 
 # A budget.

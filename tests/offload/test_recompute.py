@@ -6,6 +6,7 @@ import functools
 import gc
 import itertools
 import random
+import re
 import threading
 from collections import Counter
 
@@ -237,6 +238,76 @@ def test_batch_norms_run_again_and_leave_their_statistics_alone(body):
     assert (ops - plain)["native_batch_norm"] == forward["native_batch_norm"] > 0
 
 
+class InstanceNorm(nn.InstanceNorm1d):
+    def forward(self, x):
+        return super().forward(x[..., None].expand(*x.shape, 3)).sum(-1)
+
+
+class FunctionalNorm(nn.BatchNorm1d):
+    """Passes views of its statistics, which are no buffers."""
+
+    def forward(self, x):
+        mean, variance = self.running_mean.view(2, 4).flatten(), self.running_var.view(-1)
+        return F.batch_norm(x, mean, variance, self.weight, self.bias, self.training, 0.5)
+
+
+class ScaledNorm(nn.BatchNorm1d):
+    """Reads statistics that the block makes."""
+
+    def forward(self, x):
+        if self.training:
+            return super().forward(x)
+        mean, variance = self.running_mean * 1.5, self.running_var.exp()
+        return F.batch_norm(x, mean, variance, self.weight, self.bias, False)
+
+
+NORMS = {
+    "batch norm": lambda: nn.BatchNorm1d(8),
+    "momentum of 1": lambda: nn.BatchNorm1d(8, momentum=1.0),
+    "without weights": lambda: nn.BatchNorm1d(8, affine=False),
+    "instance norm": lambda: InstanceNorm(8, affine=True, track_running_stats=True),
+    "as a function": lambda: FunctionalNorm(8),
+    "scaled": lambda: ScaledNorm(8),
+}
+PASSES = {
+    "another call": lambda fn, model, x: (fn(x), model.train(), fn(5 * x + 3))[0],
+    "another call without recomputation": lambda fn, model, x: (fn(x), model.train(), model(5 * x + 3))[0],
+    "without gradient": lambda fn, model, x: (fn(x), model.train(), torch.no_grad()(fn)(5 * x + 3))[0],
+    "there and back": lambda fn, model, x: (fn(x), model.train(), fn(x + 3), model.eval(), fn(x))[0],
+    "both differentiated": lambda fn, model, x: fn(x) + (model.train(), fn(5 * x + 3))[1],
+}
+
+
+@pytest.mark.parametrize("policy", ["recompute", "rest offloaded"])
+@pytest.mark.parametrize("passes", PASSES)
+@pytest.mark.parametrize("norm", NORMS)
+def test_statistics_changed_in_training_before_backward_do_not_reach_a_replay_in_evaluation(
+    norm, passes, policy
+):
+    model = Model(lambda m, x: m.down(m.up(m.the_norm(x @ m.w)).tanh()))
+    model.layers[0].the_norm = NORMS[norm]()
+
+    def two_passes(fn):
+        model.eval()
+        return lambda x: PASSES[passes](fn, model, x)
+
+    plain = steps(two_passes(model), model, num_steps=1)
+    fn = recomputing(model, POLICIES[policy])
+    assert_equal(plain, steps(two_passes(fn), model, num_steps=1))
+    assert sums(fn)["recomputed"] > 0
+
+
+def test_a_copy_of_the_statistics_is_counted_as_what_is_held_to_recompute_others():
+    model = Model(lambda m, x: m.batch_norm(x @ m.w).sin()).eval()
+    fn = recomputing(model)
+    fn(INPUT)
+    plan = vf.plan_offload(model, p.recompute, store=CloneStore(), blocks="layers.*")(INPUT)
+    assert plan.count == {event: sums(fn)[event] for event in plan.count}
+    assert plan.bytes == {event: sums(fn, "bytes")[event] for event in plan.bytes}
+    copies = [tensor for tensor in plan.tensors if tensor.saved.shape == (8,) and not tensor.is_fixed]
+    assert len(copies) == 2
+
+
 def test_no_module_and_no_hook_of_the_user_runs_again():
     calls = Counter()
     model = Model(transformer)
@@ -431,6 +502,74 @@ def test_a_change_after_the_block_of_what_a_replay_reads_raises(change):
     out = fn(x)
     CHANGES[change](model, x, out)
     with pytest.raises(RuntimeError, match="has been modified by an inplace operation"):
+        out.sum().backward()
+
+
+def with_power_iteration(m, x):
+    if not hasattr(m, "normed"):
+        m.normed = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
+    return m.normed(x).tanh()
+
+
+def with_average(m, x):
+    h = x @ m.w
+    with torch.no_grad():
+        m.average.lerp_(h.mean(0), 0.1)
+    return (h - m.average).tanh()
+
+
+def with_autocast(m, x):
+    with torch.autocast("cpu", torch.bfloat16):
+        return F.gelu(m.down(m.up(x)))
+
+
+def twice(layer, x):
+    return layer(x) + layer(2 * x)
+
+
+def residual(layer, x):
+    h = x * 1
+    h += layer(h)
+    return h
+
+
+STARTS = {
+    "power iteration": (with_power_iteration, twice, "[8]"),
+    "average": (with_average, twice, "[8]"),
+    "residual under autocast": (with_autocast, residual, "[4, 8]"),
+    "scratch": (
+        lambda m, x: (x @ m.w + m.scratch).sin().exp(),
+        lambda layer, x: sum(layer(x) + 0 * layer.scratch.fill_(i).sum() for i in range(2)),
+        "[4, 8]",
+    ),
+}
+
+
+@pytest.mark.parametrize("policy", ["recompute", "rest offloaded"])
+@pytest.mark.parametrize("kind", STARTS)
+def test_a_change_of_what_only_a_replay_reads_says_so_and_what_to_do(kind, policy):
+    body, around, shape = STARTS[kind]
+    model = Model(body)
+    model.layers[0].scratch = torch.ones(4, 8)
+    model.layers[0](INPUT)
+
+    def run(x):
+        return around(model.layers[0], x)
+
+    plain = steps(run, model, num_steps=1)
+    match = rf"{re.escape(shape)} is at .* in backward block 'layers.0' is computed again from it: do not"
+    with pytest.raises(RuntimeError, match=match):
+        steps(recomputing(run, POLICIES[policy], model=model), model, num_steps=1)
+    for followed in (p.everything, lambda saved: vf.Fate.KEEP):  # the advice
+        assert_equal(plain, steps(recomputing(run, followed, model=model), model, num_steps=1))
+
+
+def test_a_change_of_what_autograd_saved_is_told_as_without_blocks():
+    model = Model(lambda m, x: (x @ m.w).exp() * 2)
+    fn = recomputing(model, p.everything)
+    out = fn(INPUT.clone().requires_grad_())
+    model.layers[0].w.detach().add_(1)
+    with pytest.raises(RuntimeError, match=r"\[8, 8\] is at .* Clone it before changing it"):
         out.sum().backward()
 
 

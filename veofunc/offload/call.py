@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 import sys
+import threading
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -15,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.fx.traceback
 from torch import Tensor, nn
-from torch._C._autograd import _top_saved_tensors_default_hooks
+from torch._C._autograd import _get_sequence_nr, _top_saved_tensors_default_hooks
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
@@ -126,12 +127,15 @@ class Call:
         self.ahead = ReadAhead(settings.prefetch)
         self.newest: deque[weakref.ref[Handle]] = deque()  # handles within `keep`
         self.newest_bytes = 0
+        self.under_way: dict[int, int] = {}  # by thread, the operation that saved the last; it may still run
         self.known: dict[tuple, tuple[StorageWeakRef, weakref.ref[Moved]]] = {}
         self.names_given: set[str] = set()
         self.names_saved: set[str | None] = set()
         self.num_packed = self.num_asked = self.num_offload = self.num_refused = 0
         self.num_moved = self.num_recomputed = 0
         self.region: Region | None = None  # the compiled region that saves a tensor now
+        self.as_made: SavedTensor | None = None  # what the region says that it is
+        self.saved_by: Counter[int] = Counter()  # tensors, by the number of their compiled region
         self.offloaded_by: Counter[Region | None] = Counter()
         self.unseen: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
 
@@ -148,6 +152,8 @@ class Call:
                 _while_compiling(self.settings.compiled),
             ):
                 yield
+            with self.unseen():
+                self._move_rest()
         finally:
             running.reset(token)
             self.tape.clear()
@@ -178,13 +184,23 @@ class Call:
     def pack(self, tensor: Tensor) -> Handle:
         with self.tape.paused(), self.unseen():
             handle = self._handle(tensor)
+            handle.operation = threading.get_ident(), _get_sequence_nr()  # the same until another one saves
+            self.under_way.update([handle.operation])
+            self._find_region()
             if self._is_movable(tensor):
-                self.region = saving_region() if "torch._dynamo" in sys.modules else None
-                if self.region is not None and self.settings.compiled is not None:
-                    self.settings.compiled.saw(self.region)
                 self._decide_or_wait(handle, tensor)
-                self.region = None
+            self.region = self.as_made = None
+            self._move_oldest()
             return handle
+
+    def _find_region(self) -> None:
+        self.region = saving_region() if "torch._dynamo" in sys.modules else None
+        if self.region is None:
+            return
+        position = self.saved_by[self.region.number]
+        self.saved_by[self.region.number] += 1
+        if self.settings.compiled is not None:
+            self.as_made = self.settings.compiled.saw(self.region, position)
 
     def name(self, tensor: Tensor, name: str) -> None:
         """`tensor` has that name from now on, also where it was saved already."""
@@ -201,7 +217,7 @@ class Call:
                 if value.saved is not None:
                     value.saved = replace(value.saved, name=name)
                     value.hold(tensor)
-            self._move_oldest()
+            self._move_rest()
 
     # What the tape tells.
 
@@ -223,7 +239,11 @@ class Call:
         return Handle(tensor, nbytes, self.ledger, self.ahead)
 
     def _decide_or_wait(self, handle: Handle, tensor: Tensor) -> None:
-        saved = handle.saved = self._describe(tensor, op_of(tensor))
+        saved = self._describe(tensor, op_of(tensor))
+        if self.as_made is not None:
+            made = self.as_made
+            saved = replace(saved, path=made.path, op=made.op, name=made.name)
+        handle.saved = saved
         if self.block is not None and self.is_plain(tensor):
             self.in_block.append((weakref.ref(handle), saved, self.tape.read(tensor)))
         else:
@@ -231,7 +251,6 @@ class Call:
             if handle in self.undecided:
                 for part in self._parts(tensor):
                     self.unnamed.setdefault(_place(part), []).append(weakref.ref(handle))
-            self._move_oldest()
 
     def _decide_so_far(self, handle: Handle, saved: SavedTensor) -> None:
         if self._decide(handle, saved) is Fate.KEEP and self.settings.reads_name:
@@ -317,20 +336,21 @@ class Call:
 
     def _end_block(self) -> None:
         """Decides about what was saved in the block, and about what that is computed from."""
-        self.block = None
+        path, self.block = self.settings.all_paths.get(self.block, ""), None
         self.tape.recording = False
         pending, self.in_block = self.in_block, []
         moving: list[Handle] = []
         with self.unseen():
             sources, wanted = self._sorted(pending, moving)
             if wanted:
-                make_program(self.tape.nodes, sources, wanted, functools.partial(self._start_at, moving))
+                start_at = functools.partial(self._start_at, path, moving)
+                make_program(self.tape.nodes, sources, wanted, start_at)
             self.tape.clear()
             for handle, _ in wanted:
                 self._given_up(handle)
             for handle in moving:
                 self._hold(handle)
-            self._move_oldest()
+            self._move_rest()
         for weak, _, _ in pending:
             handle = weak()
             if handle is not None and not handle.is_moved:
@@ -362,20 +382,23 @@ class Call:
     def _known_late(self, handle: Handle, saved: SavedTensor, ref: Ref, recomputable: bool) -> SavedTensor:
         """`saved` with what is known at the end of its block only."""
         op = saved.op or ref.value.op or ""
-        return replace(saved, op=op, name=self._name_of(handle.tensor), recomputable=recomputable)
+        name = self._name_of(handle.tensor) or saved.name
+        return replace(saved, op=op, name=name, recomputable=recomputable)
 
-    def _start_at(self, moving: list[Handle], value: Value) -> Source | None:
-        """`value` as something to compute from, kept or offloaded; None if it shall be computed too."""
+    def _start_at(self, path: str, moving: list[Handle], value: Value) -> Source | None:
+        """`value` as something to compute block `path` from; None if it shall be computed too."""
         tensor = value.tensor
         assert tensor is not None, "only a value that is held can be started at"
         view = View.of(tensor)
         if value.saved is None:  # a parameter, or another that is never moved
             handle = Handle(tensor, self._nbytes(tensor), self.ledger, self.ahead)
+            handle.starts = path
             return Source(handle, view, is_whole=True, is_lent=False)
         fate = self._fate(tensor, value.saved)
         if fate is Fate.RECOMPUTE:
             return None
         handle = self._handle(tensor, value.saved)
+        handle.saved, handle.starts = value.saved, path
         if fate is Fate.OFFLOAD and view.covers(tensor.untyped_storage().nbytes()):
             moving.append(handle)
         return Source(handle, view, is_whole=True, is_lent=False)
@@ -398,7 +421,10 @@ class Call:
 
     def _move_oldest(self) -> None:
         while self.newest_bytes > self.settings.keep:
-            handle = self.newest.popleft()()
+            handle = self.newest[0]()
+            if handle is not None and self._may_be_written(handle):
+                return
+            self.newest.popleft()
             if handle is None:
                 continue
             self.newest_bytes -= handle.nbytes
@@ -407,10 +433,24 @@ class Call:
             if not handle.changed and self._is_movable(handle.tensor):
                 self._move(handle)
 
+    def _move_rest(self) -> None:
+        """The same, between two operations."""
+        self.under_way.clear()
+        self._move_oldest()
+
+    def _may_be_written(self, handle: Handle) -> bool:
+        """Whether the operation that saved the tensor may be yet to fill it, as `rrelu` is its noise."""
+        if handle.has_history or handle.operation is None:
+            return False
+        thread, number = handle.operation
+        return self.under_way.get(thread) == number
+
     def _move(self, handle: Handle) -> Moved:
         key, storage = _identity(handle.tensor), handle.tensor.untyped_storage()
         source, moved = self.known.get(key, (None, lambda: None))
         moved = moved() if source is not None and not source.expired() else None
+        if _may_be_statistics(handle):
+            moved = None
         handle.position = self.ahead.position
         if moved is None:
             moved = Moved(self.settings.store, handle.tensor, handle.nbytes, self.ledger, self.ahead)
@@ -467,6 +507,8 @@ class Call:
             )
         elif self.num_offload == 0:
             why = f"policy {policy!r} offloads none of the {self.num_asked} that are no parameters"
+            if self.saved_by and self.settings.compiled is None:
+                why += "; of what a compiled region saves it sees `name` and `op` only with blocks="
             if getattr(policy, "recomputes", False):
                 why += ", and no operation in the blocks made one that it recomputes"
         elif self.num_refused == self.num_offload:
@@ -516,6 +558,15 @@ def _identity(tensor: Tensor) -> tuple:
         tensor.is_conj(),
         tensor.is_neg(),
     )
+
+
+def _may_be_statistics(handle: Handle) -> bool:
+    """Whether batch norm may have changed the tensor since one with the same identity was moved.
+
+    It does not raise the version of its running statistics.
+    """
+    tensor = handle.tensor
+    return not handle.has_history and tensor.dim() == 1 and tensor.is_floating_point()
 
 
 def _ghost(tensor: Tensor, handle: Handle) -> Tensor:

@@ -20,7 +20,7 @@ from veofunc.offload.compiled.regions import why_little_gained
 from veofunc.offload.functional.blockwise import run_under_torch_func
 from veofunc.offload.layout import Layout
 from veofunc.offload.ledger import Ledger
-from veofunc.offload.policy import Policy, ask, is_inside
+from veofunc.offload.policy import Policy, ask, check_made, is_inside
 from veofunc.offload.saved import Fate, SavedTensor, op_of
 from veofunc.offload.stores.host import HostStore
 from veofunc.offload.stores.store import Store
@@ -131,10 +131,14 @@ def make_settings(
     """The options of `offload`, checked."""
     if not callable(fn):
         raise TypeError(f"fn must be callable (a module or a function), got {type(fn).__name__}")
+    if isinstance(fn, Policy) or isinstance(policy, nn.Module):
+        raise TypeError(
+            "fn comes first and policy second, as in offload(model, policies.everything); got "
+            f"fn={fn if isinstance(fn, Policy) else name_of(fn)}, policy={name_of(policy)}"
+        )
     if not callable(policy):
         raise TypeError(f"policy must be a function SavedTensor -> Fate, got {policy!r}")
-    if getattr(policy, "__module__", "") == policies.__name__ and not isinstance(policy, Policy):
-        raise TypeError(f"policy must be made by calling {name_of(policy)}(...), got the function itself")
+    check_made(policy)
     store = HostStore() if store is None else store
     if not isinstance(store, Store) or isinstance(store, type):
         raise TypeError(f"store must have the methods of veofunc.Store (accepts, put), got {store!r}")
@@ -180,10 +184,11 @@ def complaints(call: Call) -> list[str]:
     """What the user should know about a call that went well."""
     policy = call.settings.policy
     compiled = call.settings.compiled
+    names = set(getattr(policy, "names", ()))
     given = call.names_given | (set() if compiled is None else compiled.names_given)
-    missing = sorted(set(getattr(policy, "names", ())) - given)
+    given_now = call.names_given | (set() if compiled is None else compiled.names_in(call.saved_by))
+    missing, unsaved = sorted(names - given), sorted((names & given_now) - call.names_saved)
     found = [] if compiled is None else list(compiled.complaints)
-    unsaved = sorted((set(getattr(policy, "names", ())) & call.names_given) - call.names_saved)
     if call.num_packed and unsaved:
         found.append(
             f"policy {policy!r} asks for names that nothing saves: {', '.join(unsaved)}; name what "
@@ -192,7 +197,12 @@ def complaints(call: Call) -> list[str]:
     gain = why_little_gained(call.offloaded_by)
     if gain is not None:
         found.append(gain)
-    if call.num_packed and missing:
+    if call.num_packed and missing and call.saved_by and compiled is None:
+        found.append(
+            f"policy {policy!r} asks for names that it cannot see: {', '.join(missing)}; in a compiled "
+            'region they are seen only with blocks, as in blocks="layers.*"'
+        )
+    elif call.num_packed and missing and not (compiled is not None and compiled.is_late):
         found.append(
             f"policy {policy!r} asks for names that were not given: {', '.join(missing)}; name tensors with "
             "veofunc.checkpoint_name(x, name) inside fn"

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
+from veofunc.offload.call import Settings
+from veofunc.offload.compiled.modules import as_written
 from veofunc.offload.dry import dry_run
 from veofunc.offload.offload import make_settings
 from veofunc.offload.saved import Fate, SavedTensor
@@ -38,7 +42,8 @@ def plan_offload(
     Runs `fn` on fake tensors, which have shapes and no elements: no memory, no time, and nothing is written.
     The model, its gradients and the random generators end up as they were; what `fn` does to other objects,
     such as a list, is done. Bytes and fates are those of a real run on the same device, except that what is
-    compiled runs as it was written, and that workspaces of recurrent layers have no known size.
+    compiled runs as it was written (the compiler stays as it was, and pauses meanwhile in all threads), and
+    that workspaces of recurrent layers have no known size: they count as kept, with 0 bytes.
 
     Args:
         fn, policy, model, store, keep, prefetch, blocks: as in `offload`.
@@ -63,9 +68,22 @@ def plan_offload(
     if settings.model is not None:  # for the table, also if the policy does not ask for paths
         paths = {module: path for path, module in settings.model.named_modules()}
         settings = replace(settings, paths=paths, all_paths=paths)
+    if settings.compiled is not None:  # nothing is compiled in a plan
+        settings = replace(settings, blocks=settings.compiled.blocks, compiled=None)
+    return _Planner(fn, settings)
 
-    def plan(*args, **kwargs) -> Plan:
-        run = dry_run(fn, settings, args, kwargs)
+
+@dataclass(frozen=True, eq=False, repr=False)
+class _Planner:
+    """What makes the plan, once it has the arguments of `fn`."""
+
+    fn: Callable
+    settings: Settings
+
+    @torch.compiler.disable
+    def __call__(self, *args, **kwargs) -> Plan:
+        with as_written():
+            run = dry_run(self.fn, self.settings, args, kwargs)
         place = {row: i for i, row in enumerate(run.rows)}
         return Plan(
             tuple(
@@ -82,10 +100,19 @@ def plan_offload(
             tuple(run.backward),
             run.plain_bytes,
             run.flops,
-            f"offload({name_of(fn)}, {policy!r})",
+            f"offload({name_of(self.fn)}, {self.settings.policy!r})",
         )
 
-    return plan
+    def __getattr__(self, name: str):
+        of_a_plan = name in {*dir(Plan), *Plan.__annotations__}
+        raise AttributeError(f"no attribute {name!r}" + (f" of {self!r}" if of_a_plan else ""))
+
+    def __repr__(self) -> str:
+        name = name_of(self.fn)
+        return (
+            f"plan_offload({name}, {self.settings.policy!r}): not a plan yet, call it with the arguments of "
+            f"{name}, as in plan_offload(...)(x)"
+        )
 
 
 @dataclass(frozen=True)
@@ -164,7 +191,7 @@ class Plan:
         axes.set_xlabel("saved tensors: forward, then backward")
         axes.set_ylabel("held on the device, MiB")
         axes.set_ylim(0, 1.25 * max(*held, self.plain_bytes / MIB, 1e-6))
-        axes.set_title(self.title)
+        axes.set_title(textwrap.fill(self.title, 80))
         axes.legend(loc="upper left")
         return figure
 

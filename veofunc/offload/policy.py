@@ -6,9 +6,9 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 from veofunc.offload.saved import Fate, SavedTensor
-from veofunc.transform import matches
+from veofunc.transform import matches, name_of
 
-__all__ = ["STRENGTH", "Named", "Policy", "ask", "combination", "is_inside"]
+__all__ = ["STRENGTH", "Named", "Policy", "ask", "check_made", "combination", "is_inside"]
 
 # The fates, from the one that frees least on the device to the one that frees most.
 STRENGTH = (Fate.KEEP, Fate.RECOMPUTE, Fate.OFFLOAD)
@@ -39,7 +39,11 @@ class Policy:
     reads_name: bool = field(default=False, compare=False)
     recomputes: bool = field(default=False, compare=False)
 
-    def __call__(self, saved: SavedTensor) -> Fate:
+    def __call__(self, saved: SavedTensor | None = None) -> Fate:
+        if saved is None:
+            raise TypeError(
+                f"{self!r} is a policy already and is asked about a SavedTensor: pass it as it is, without ()"
+            )
         return self.decide(saved)
 
     def __repr__(self) -> str:
@@ -69,6 +73,12 @@ def ask(policy: Callable[[SavedTensor], Fate], saved: SavedTensor) -> Fate:
     return fate
 
 
+def check_made(policy: object) -> None:
+    """Refuses what makes a policy, such as `larger_than` without its bytes."""
+    if callable(policy) and getattr(policy, "__module__", "") == f"{__package__}.policies":
+        raise TypeError(f"policy must be made by calling {name_of(policy)}(...), got the function itself")
+
+
 def is_inside(path: str, glob: str) -> bool:
     """Whether `path` is a module that `glob` matches, or lies inside one."""
     return matches(".".join(path.split(".")[: len(glob.split("."))]), glob)
@@ -80,6 +90,7 @@ def combination(name: str, policies: tuple, decide: Callable[[SavedTensor], Fate
     for policy in policies:
         if not callable(policy):
             raise TypeError(f"{name} takes policies (SavedTensor -> Fate), got {policy!r}")
+        check_made(policy)
     return Policy(
         name,
         policies,

@@ -213,10 +213,13 @@ class Handle:
         "_restored",
         "_version",
         "ahead",
+        "has_history",
         "nbytes",
+        "operation",
         "position",
         "ready",
         "saved",
+        "starts",
         "tensor",
         "times",
     )
@@ -226,9 +229,12 @@ class Handle:
         # When it is given up it is empty and shares only the version counter.
         self.tensor = tensor.detach()
         self.nbytes, self.ahead = nbytes, ahead
+        self.has_history = tensor.requires_grad  # so that no operation writes to it without saying so
+        self.operation: tuple[int, int] | None = None  # thread and number of the one that saved it
         self.position = ahead.position
         self.times = 0  # how often it was restored
         self.saved: SavedTensor | None = None  # what the policy was asked about
+        self.starts: str | None = None  # the block that is computed again from it; autograd did not save it
         self.ready: Tensor | None = None  # brought back, or computed, before backward asked for it
         self._version = tensor._version
         self._ledger = ledger
@@ -286,7 +292,7 @@ class Handle:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace "
                 f"operation: {self._described()} is at version {self.tensor._version}; expected version "
-                f"{self._version}. Clone it before changing it, or use an out-of-place operation"
+                f"{self._version}. {self._advice()}"
             )
         ready = self.ready  # another thread may take it in the meantime
         if ready is None and self._moved is not None:
@@ -304,7 +310,16 @@ class Handle:
         if self.saved is None:  # a parameter or a buffer
             return f"a tensor of shape {list(self.tensor.shape)}"
         made = f"the output of {self.saved.op}" if self.saved.op else "a tensor"
-        return f"{made} of shape {list(self.saved.shape)}, which module {self.saved.path!r} saved,"
+        where = "" if self.starts is not None else f", which module {self.saved.path!r} saved,"
+        return f"{made} of shape {list(self.saved.shape)}{where}"
+
+    def _advice(self) -> str:
+        if self.starts is None:
+            return "Clone it before changing it, or use an out-of-place operation"
+        return (
+            f"Autograd does not save it, but in backward block {self.starts!r} is computed again from it: do "
+            "not change it before, or let the policy keep or offload what that block saves"
+        )
 
     def __del__(self):
         if getattr(self, "_moved", None) is not None and not self._restored:

@@ -30,7 +30,7 @@ from veofunc.offload.saved import SavedTensor, node_of
 __all__ = ["Blank", "Node", "Ref", "Tape", "Value", "leaves", "replaced", "tensors_in"]
 
 COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "fsdp", "symm_mem")
-# They change running statistics without saying so, but give the same without any.
+# In training they change running statistics without saying so, but give the same without any.
 BATCH_NORMS = ("aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm")
 # What else is changed without saying so, as the schemas of PyTorch's operations call it.
 CHANGED_ARGUMENTS = ("running_mean", "running_var", "dropout_state")
@@ -153,6 +153,7 @@ class Tape(TorchDispatchMode):
         self.recording = False
         self.nodes: list[Node] = []
         self._now: dict[int, tuple[StorageWeakRef, Value]] = {}  # what each storage holds at the moment
+        self._copied: set[Value] = set()  # of which copies are read
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -175,7 +176,7 @@ class Tape(TorchDispatchMode):
         self.recording = False
         for value in [v for node in self.nodes for v in (*node.makes, *(ref.value for ref in node.reads))]:
             value.tensor = None
-        self.nodes, self._now = [], {}
+        self.nodes, self._now, self._copied = [], {}, set()
 
     def ref(self, tensor: Tensor) -> Ref:
         """`tensor` as the tape knows it. Call it while the tape is paused."""
@@ -196,8 +197,11 @@ class Tape(TorchDispatchMode):
         return any(tensor is not None and _is_freed(tensor) for tensor in held)
 
     def unsound(self) -> set[Value]:
-        """Values that cannot be computed again: something from outside that leads to them has changed."""
-        bad: set[Value] = set()
+        """Values that cannot be computed again: something from outside that leads to them has changed.
+
+        Or may change without saying so.
+        """
+        bad = set(self._copied)
         for node in self.nodes:
             values = [ref.value for ref in node.reads]
             if any(v in bad or (v.op is None and not v.is_held) for v in values):
@@ -235,9 +239,13 @@ class Tape(TorchDispatchMode):
         """Writes the operation down, as one of the arguments `pure`."""
         old = [self.ref(tensor).value for tensor in written]
 
+        statistics = {id(tensor) for tensor in _statistics(func, pure)}
+
         def read(tensor: Tensor) -> Ref | Blank:
             if _reads_shapes_only(func):
                 return Blank(View.of(tensor), tensor.device)
+            if id(tensor) in statistics:
+                return self._copy(tensor)
             ref = self.ref(tensor)
             return ref if ref.value in old else self.read(tensor)
 
@@ -307,6 +315,11 @@ class Tape(TorchDispatchMode):
         value.hold(tensor)
         return value
 
+    def _copy(self, tensor: Tensor) -> Ref:
+        self._copied.add(self.ref(tensor).value)
+        copy = tensor.clone()
+        return Ref(self._enter(copy), View.of(copy))
+
     def _known(self, tensor: Tensor) -> Value | None:
         return self._now.get(tensor.untyped_storage()._cdata, (None, None))[1]
 
@@ -342,6 +355,15 @@ def _without_statistics(func, args: tuple) -> tuple:
     """`args`; for a batch norm in training without the running statistics, which it updates."""
     is_batch_norm = isinstance(func, torch._ops.OpOverload) and func.name() in BATCH_NORMS
     return (*args[:3], None, None, *args[5:]) if is_batch_norm and args[5] else args
+
+
+def _statistics(func, args: tuple) -> list[Tensor]:
+    """The running statistics that a batch norm in evaluation reads.
+
+    One in training may change them before backward, and nothing would tell.
+    """
+    is_batch_norm = isinstance(func, torch._ops.OpOverload) and func.name() in BATCH_NORMS
+    return tensors_in(args[3:5]) if is_batch_norm and not args[5] else []
 
 
 @functools.cache

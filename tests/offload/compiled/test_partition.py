@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import threading
+import warnings
 from collections import Counter
 
 import pytest
@@ -113,6 +114,13 @@ def within_blocks(model, backend="aot_eager"):
     return model
 
 
+def within_mlps(model, backend="aot_eager"):
+    for layer in model.layers:
+        layer.up.compile(backend=backend)
+        layer.compile(backend=backend)
+    return model
+
+
 def in_a_function(model, backend="aot_eager"):
     return torch.compile(lambda x: model(x) * 2, backend=backend)
 
@@ -122,17 +130,20 @@ def blocks_of(model, policy, blocks=None):
     return CompiledBlocks(policy, paths, frozenset(model.layers if blocks is None else blocks))
 
 
-def outcome(model, fn, x=X, blocks=None):
+def outcome(model, fn, x=X, blocks=None, found=None):
     """Loss and gradients of one step, and the bytes that are saved and are no parameters."""
     x = x.detach().requires_grad_()
     owned = {t.untyped_storage()._cdata for t in (*model.parameters(), x)}
-    saved = {}
+    saved, counts = {}, Counter()
 
     @torch.compiler.disable
     def pack(tensor):
         region = saving_region()
         if blocks is not None and region is not None:
-            blocks.saw(region)
+            made = blocks.saw(region, counts[region.number])
+            counts[region.number] += 1
+            if found is not None and not isinstance(tensor, nn.Parameter) and tensor._base is None:
+                found.append((made, tensor.detach().clone()))
         storage = tensor.untyped_storage()
         if storage._cdata not in owned:
             saved[storage._cdata] = storage.nbytes()
@@ -386,6 +397,158 @@ def test_what_is_no_fate_is_refused(gates):
         outcome(gates, whole(gates), blocks=blocks_of(gates, lambda saved: "keep"))
 
 
+# What hooks are told of what a region saves.
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(vf.checkpoint_name(self.up(self.norm(x)), "hidden")))
+
+
+def mlps():
+    torch.manual_seed(0)
+    return Model(Mlp(), Mlp(), Mlp())
+
+
+def made_by(model, x=X):
+    """What modules give, by path, when nothing is compiled."""
+    made, handles = {}, []
+    for path, module in model.named_modules():
+        hook = functools.partial(lambda path, module, args, out: made.__setitem__(path, out.detach()), path)
+        handles.append(module.register_forward_hook(hook))
+    model(x)
+    for handle in handles:
+        handle.remove()
+    return made
+
+
+BACKENDS = ("aot_eager", "aot_eager_decomp_partition")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("compiled", [whole, one_by_one, in_a_function])
+@pytest.mark.parametrize("policy", [p.nothing, p.names(offload=["hidden"])])
+def test_what_a_region_saves_is_told_apart(compiled, backend, policy):
+    model, found = mlps(), []
+    made = made_by(model)
+    fn, blocks = compiled(model, backend), blocks_of(model, policy)
+    for _ in range(2):
+        found.clear()
+        outcome(model, fn, blocks=blocks, found=found)
+        products = [(made, tensor) for made, tensor in found if made is not None and made.op == "addmm"]
+        assert {saved.path for saved, _ in products} >= {f"layers.{i}.up" for i in range(3)}
+        for saved, tensor in products:
+            if saved.path.startswith("layers"):
+                torch.testing.assert_close(tensor.view(-1), made[saved.path].view(-1), rtol=0, atol=1e-4)
+                assert saved.name == ("hidden" if saved.path.endswith("up") else None)
+    assert blocks.complaints == []
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        p.names(offload=["hidden"]),
+        lambda saved: Fate.OFFLOAD if saved.op == "addmm" else Fate.RECOMPUTE,
+        lambda saved: Fate.OFFLOAD if saved.path.endswith(".up") else Fate.KEEP,
+        lambda saved: Fate.OFFLOAD if saved.name == "hidden" and "1" in saved.path else Fate.KEEP,
+    ],
+    ids=["name", "operation", "module", "name in one block"],
+)
+@pytest.mark.parametrize("compiled", [whole, one_by_one, within_mlps])
+@pytest.mark.filterwarnings("ignore:little is gained")
+def test_what_the_policy_offloads_in_a_region_is_moved(compiled, policy, tmp_path):
+    num_blocks = 3 if policy(hidden("layers.2.up")) is Fate.OFFLOAD else 1
+    model = mlps()
+    plain, _ = outcome(model, compiled(model))
+    torch.compiler.reset()
+    fn = vf.offload(compiled(model), policy, model=model, store=vf.DiskStore(tmp_path), blocks="layers.*")
+    for calls in (1, 2):
+        assert_equal(plain, outcome(model, fn)[0])
+        stats = fn.stats()
+        assert stats["bytes", "moved"] == calls * num_blocks * 120 * 4 * WIDTH * 4
+        assert stats["count", "moved"] == stats["count", "restored"] == calls * num_blocks
+        assert stats["count", "packed"] == stats["count", "moved"] + stats["count", "kept"]
+    assert stats["count", "live"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:little is gained")
+def test_inductor_says_what_it_saves(tmp_path):
+    model = mlps()
+    plain, _ = outcome(model, whole(model, "inductor"))
+    torch.compiler.reset()
+    fn = vf.offload(
+        whole(model, "inductor"),
+        p.names(offload=["hidden"]),
+        store=vf.DiskStore(tmp_path),
+        blocks="layers.*",
+    )
+    assert_equal(plain, outcome(model, fn)[0])
+    assert fn.stats()["bytes", "moved"] == 3 * 480 * WIDTH * 4
+
+
+def hidden(path):
+    """What the hidden layer at `path` is to a policy."""
+    return vf.SavedTensor(
+        path, "addmm", (120, 4 * WIDTH), torch.float32, X.device, 480 * WIDTH * 4, 0, "hidden", True
+    )
+
+
+@pytest.mark.filterwarnings("ignore:little is gained")
+def test_a_name_outside_of_the_blocks_of_a_region_is_seen(tmp_path):
+    def fn(x):
+        return vf.checkpoint_name(model(x).exp(), "end").sin()
+
+    model = mlps()
+    policy, store = p.names(offload=["end"]), vf.DiskStore(tmp_path)
+    compiled = torch.compile(fn, backend="aot_eager")
+    offloaded = vf.offload(compiled, policy, model=model, store=store, blocks="layers.*")
+    offloaded(X).sum().backward()
+    assert offloaded.stats()["bytes", "moved"] == X.nbytes
+
+
+def test_a_name_that_a_region_does_not_save_is_complained_of(tmp_path):
+    class Sum(nn.Module):
+        def forward(self, x):
+            return x.exp() + vf.checkpoint_name(x + 1, "unused")
+
+    model = nn.ModuleDict({"layers": nn.ModuleList([Sum()])})
+    policy, store = p.names(save=["unused"]), vf.DiskStore(tmp_path)
+    compiled = torch.compile(lambda x: model.layers[0](x), backend="aot_eager")
+    fn = vf.offload(compiled, policy, model=model, store=store, blocks="layers.*")
+    with pytest.warns(UserWarning, match="names that nothing saves: unused"):
+        fn(X.clone().requires_grad_())
+
+
+def said_by(fn):
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        fn(X)
+    return [str(warning.message) for warning in heard if ".grad" not in str(warning.message)]
+
+
+def test_names_that_are_not_seen_without_blocks_are_not_said_to_be_missing(tmp_path):
+    fn = vf.offload(whole(mlps()), p.names(offload=["hidden"]), store=vf.DiskStore(tmp_path))
+    said = [warning for warning in said_by(fn) if "hidden" in warning]
+    assert len(said) == 2
+    assert "cannot see: hidden; in a compiled region they are seen only with blocks" in said[0]
+    assert "sees `name` and `op` only with blocks=" in said[1]
+
+
+def test_names_in_a_region_compiled_before_are_not_said_to_be_missing(tmp_path):
+    compiled = whole(mlps())
+    compiled(X)
+    fn = vf.offload(compiled, p.names(offload=["hidden"]), store=vf.DiskStore(tmp_path), blocks="layers.*")
+    said = said_by(fn)
+    assert any("blocks= has no effect" in warning for warning in said)
+    assert not any("not given" in warning for warning in said)
+
+
 # How often it is compiled, and what is left.
 
 
@@ -504,16 +667,17 @@ def test_a_region_outside_of_the_blocks_may_be_compiled_before(gates):
 
 
 def test_blocks_compiled_one_by_one_that_differ_are_complained_of(gates):
-    blocks = blocks_of(gates, p.in_modules("layers.1"))
+    blocks = blocks_of(gates, p.all_of(p.in_modules("layers.1"), p.recompute))
     outcome(gates, one_by_one(gates), blocks=blocks)
     [complaint] = blocks.complaints
-    assert "in_modules('layers.1') answers differently in 'layers.0' and 'layers.1'" in complaint
+    assert "does not recompute the same in 'layers.0' and 'layers.1'" in complaint
 
 
 @pytest.mark.parametrize(
     ("compiled", "policy"),
     [
         (one_by_one, p.in_modules("layers.*.linear")),
+        (one_by_one, p.in_modules("layers.1")),  # hooks move what shall be
         (one_by_one, recompute),
         (whole, p.in_modules("layers.1")),
     ],

@@ -240,6 +240,15 @@ def test_first_order_results_are_bit_equal_and_every_count_adds_up(kind, route):
     assert_counts(offloaded, used=route not in FORWARD_MODE)
 
 
+def test_derivatives_are_computed_as_by_backward():
+    """`torch.func.grad` itself has another formula for that of SiLU."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 64)), torch.randn(32, 64)
+    variable = x.clone().requires_grad_()
+    squares(model(variable)).backward()
+    assert torch.equal(grad(lambda x: squares(Offloaded(model, [model])(x)))(x), variable.grad)
+
+
 @pytest.mark.parametrize("route", HIGHER_ORDER)
 @pytest.mark.parametrize("kind", MODELS)
 def test_higher_derivatives_are_equal_and_every_count_adds_up(kind, route):

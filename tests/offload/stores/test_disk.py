@@ -227,9 +227,12 @@ def test_a_number_of_bytes_is_an_int_of_at_least_zero(value, tmp_path):
         vf.DiskStore(tmp_path, inflight_bytes=value)
 
 
-def test_more_memory_than_there_is_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=f"no stretch of {1 << 60} bytes"):
-        vf.DiskStore(tmp_path, inflight_bytes=1 << 60)
+@pytest.mark.parametrize("bits", [60, 63, 64, 200])
+def test_more_memory_than_there_is_is_refused(bits, tmp_path):
+    nbytes = 1 << bits
+    match = f"inflight_bytes must be no more bytes than .*, got {nbytes}: there is no stretch of {nbytes}"
+    with pytest.raises(ValueError, match=match):
+        vf.DiskStore(tmp_path, inflight_bytes=nbytes)
 
 
 @pytest.mark.parametrize("value", [0, 1, "yes", math.nan])
@@ -323,6 +326,28 @@ def test_a_directory_that_cannot_be_made_raises_at_once(tmp_path):
         vf.DiskStore(tmp_path / "file")
     with pytest.raises(NotADirectoryError, match=str(tmp_path / "file")):
         vf.DiskStore(tmp_path / "file" / "below")
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "cause"),
+    [
+        ("file", FileExistsError, "File exists"),
+        ("file/below", NotADirectoryError, "Not a directory"),
+        ("/proc/cannot/be/made", FileNotFoundError, "No such file or directory"),
+        ("/proc", FileNotFoundError, "No such file or directory"),
+        ("", FileNotFoundError, "No such file or directory"),
+        ("n" * 300, OSError, "File name too long"),
+    ],
+)
+def test_a_directory_that_cannot_be_used_is_named_with_cause_and_remedy(path, kind, cause, tmp_path):
+    (tmp_path / "file").write_text("")
+    directory = os.path.join(tmp_path, path) if path else path
+    with pytest.raises(OSError, match="must be a directory") as raised:
+        vf.DiskStore(directory)
+    assert type(raised.value) is kind
+    assert raised.value.errno == raised.value.__cause__.errno
+    assert f"directory={directory!r} must be a directory" in str(raised.value)
+    assert f": {cause}; choose another" in str(raised.value)
 
 
 def test_the_file_is_closed_and_the_threads_end_with_the_last_slot(tmp_path):

@@ -1,14 +1,27 @@
-"""Which modules run inside code that `torch.compile` made."""
+"""Which modules run inside code that `torch.compile` made, and how to run them without it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+import threading
+from collections.abc import Callable, Generator, Iterable
 
+import torch
 from torch import nn
 
 from veofunc.transform import inside
 
-__all__ = ["compiled_modules"]
+__all__ = ["as_written", "compiled_modules"]
+
+# The stance of the compiler is one for all threads: two that put back what they found must not overlap.
+one_at_a_time = threading.RLock()
+
+
+@contextlib.contextmanager
+def as_written() -> Generator[None]:
+    """While it lasts nothing is compiled, and what is compiled runs as it was written, in all threads."""
+    with one_at_a_time, torch.compiler.set_stance("force_eager"):
+        yield
 
 
 def compiled_modules(fn: Callable, model: nn.Module) -> set[nn.Module]:

@@ -5,7 +5,8 @@ each, a `CheckpointPolicy` of `torch.utils.checkpoint`. `CompiledBlocks` asks th
 each operation while a region is compiled, and says that word.
 
 It says nothing for OFFLOAD: PyTorch's partitioners do nothing for `MUST_CPU_OFFLOAD`. Such an output is saved
-by its region, where the saved-tensor hooks find it.
+by its region, where the saved-tensor hooks find it. They see only that the region saves it, so `saw` tells
+them what it is.
 
 Source: the tags that `torch.utils.checkpoint.create_selective_checkpoint_contexts` leaves in a graph.
 """
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import CheckpointPolicy
 
-from veofunc.offload.compiled.regions import Region, first_argument
+from veofunc.offload.compiled.regions import Region, first_argument, names_of_saved
 from veofunc.offload.policy import ask
 from veofunc.offload.saved import Fate, SavedTensor
 from veofunc.offload.tape import COLLECTIVES
@@ -32,6 +33,10 @@ from veofunc.offload.tape import COLLECTIVES
 __all__ = ["NAME", "CompiledBlocks"]
 
 NAME = "veofunc.checkpoint_name"  # the annotation of a graph's node that names what it shows
+
+
+# A call of a module in a graph, and the module's path.
+_ModuleCall = tuple[tuple[str, str], str]
 
 
 class CompiledBlocks:
@@ -49,6 +54,7 @@ class CompiledBlocks:
         names_given: the names of tensors that it met.
         num_recomputed: outputs that are recomputed, in all regions so far.
         complaints: what could not be had, for the user.
+        is_late: whether a region that may run a block was compiled before.
     """
 
     def __init__(
@@ -61,7 +67,10 @@ class CompiledBlocks:
         self.names_given: set[str] = set()
         self.num_recomputed = 0
         self.complaints: list[str] = []
-        self._regions: set[int] = set()  # those that the policy was asked about
+        self.is_late = False
+        # Regions that the policy was asked about: the path of what was compiled, and what its nodes make.
+        self._made: dict[int, tuple[str | None, dict[str, SavedTensor]]] = {}
+        self._saved: dict[int, list[SavedTensor | None]] = {}  # what they save, in order
 
     @contextlib.contextmanager
     def active(self) -> Generator[None]:
@@ -77,14 +86,49 @@ class CompiledBlocks:
         finally:
             own.is_over = True
 
-    def saw(self, region: Region) -> None:
-        """`region` saved a tensor in a call."""
-        if region.number not in self._regions and self._may_run_a_block(region.module):
+    def saw(self, region: Region, position: int) -> SavedTensor | None:
+        """`region` saves a tensor, before which it saved `position` in this call.
+
+        Returns:
+            what it is: `path`, `op` and `name` hold now, the rest when the region was compiled. None if it is
+            an input of the region, or nobody knows.
+        """
+        if region.number in self._made:
+            saved = self._saved_by(region, position)
+            return None if saved is None else replace(saved, path=self._moved(saved.path, region))
+        if self._may_run_a_block(region.module):
+            self.is_late = True
             self._complain(
                 "blocks= has no effect in a region that was compiled before: torch.compile goes on using "
                 "what it compiled before the first call of this function, by another policy or by none. Call "
                 "torch.compiler.reset() before that call, and use one policy for each model"
             )
+
+        return None
+
+    def _saved_by(self, region: Region, position: int) -> SavedTensor | None:
+        if region.number not in self._saved:
+            _, made = self._made[region.number]
+            self._saved[region.number] = [made.get(name) for name in names_of_saved(region)]
+        saved = self._saved[region.number]
+        if not saved and getattr(self.policy, "reads_name", True):
+            self._complain(
+                "what a compiled region saves has no name and no operation for the policy: PyTorch did not "
+                "say which of its tensors is which. Decide by shape or bytes, or leave the blocks uncompiled"
+            )
+        return saved[position % len(saved)] if saved else None
+
+    def _moved(self, path: str, region: Region) -> str:
+        """`path` where `region` runs now: modules that run the same code share it."""
+        compiled_at, _ = self._made[region.number]
+        runs_at = None if region.module is None else self.paths.get(region.module)
+        known = compiled_at is not None and runs_at is not None
+        return runs_at + path.removeprefix(compiled_at) if known else path
+
+    def names_in(self, regions: Iterable[int]) -> set[str]:
+        """The names of what is made in the regions with these numbers."""
+        made = [self._made[number][1] for number in regions if number in self._made]
+        return {saved.name for each in made for saved in each.values() if saved.name is not None}
 
     def _may_run_a_block(self, module: nn.Module | None) -> bool:
         path = None if module is None else self.paths.get(module)
@@ -99,12 +143,15 @@ class CompiledBlocks:
         """Asks about the operations of a region, and tags them."""
         from torch._functorch.aot_autograd import get_aot_compilation_context
 
-        self._regions.add(int(get_aot_compilation_context()[0][0].split("_")[0]))
         root = _compiled_module()
         nodes = [node for node in graph.nodes if _is_forward(node)]
-        inside = self._places(nodes, root)
+        calls = self._calls(nodes, root)
+        inside = self._places(calls)
         leaving = {_storage(node) for node in inside if _leaves_block(node, inside)}
-        names = _names(nodes) if inside else {}
+        names = _names(nodes)
+        number = int(get_aot_compilation_context()[0][0].split("_")[0])
+        compiled_at = None if root is None else self.paths.get(root)
+        self._made[number] = compiled_at, _made(nodes, calls, names)
         self.names_given.update(name for name, _ in names.values())
         fates: dict[int, Fate | None] = {}  # of each storage; None if it comes from outside
         index = itertools.count()
@@ -119,20 +166,27 @@ class CompiledBlocks:
                 fates[storage] = self._ask(replace(saved, recomputable=storage not in leaving), root)
         _tag(inside, fates)
 
-    def _places(self, nodes: Iterable[fx.Node], root: nn.Module | None) -> dict[fx.Node, _Place]:
-        """Those of `nodes` that run in a block, and about which nobody else has decided."""
+    def _calls(self, nodes: Iterable[fx.Node], root: nn.Module | None) -> dict[fx.Node, list[_ModuleCall]]:
+        """The calls of modules that each of `nodes` runs in, outermost first."""
         paths = {str(id(module)): path for module, path in self.paths.items()}
-        blocks = [self.paths[block] for block in self.blocks]
         above = [] if root is None or root not in self.paths else [(("", ""), self.paths[root])]
-        inside = {}
-        for node in filter(_may_be_tagged, nodes):
+        calls = {}
+        for node in nodes:
             # For each module its id, and @ which call it is, with the expression that it was reached by.
             stack = [(key, name) for key, (name, _) in (node.meta.get("nn_module_stack") or {}).items()]
-            calls = above + [(call, paths[key]) for call in stack if (key := call[0].split("@")[0]) in paths]
-            for call, path in calls:
+            known = [(call, paths[key]) for call in stack if (key := call[0].split("@")[0]) in paths]
+            calls[node] = above + known
+        return calls
+
+    def _places(self, calls: Mapping[fx.Node, list[_ModuleCall]]) -> dict[fx.Node, _Place]:
+        """Those nodes that run in a block, and about which nobody else has decided."""
+        blocks = [self.paths[block] for block in self.blocks]
+        inside = {}
+        for node in filter(_may_be_tagged, calls):
+            for call, path in calls[node]:
                 if any(_is_within(path, block) for block in blocks):
                     operation = (call, node.meta.get("seq_nr"), str(node.meta.get("original_aten") or node))
-                    inside[node] = _Place(call, operation, calls[-1][1])
+                    inside[node] = _Place(call, operation, calls[node][-1][1])
                     break
         return inside
 
@@ -146,15 +200,16 @@ class CompiledBlocks:
         return fate
 
     def _check_that_blocks_agree(self, saved: SavedTensor, root: nn.Module, fate: Fate) -> None:
-        """Blocks of one class that are compiled one by one share a region, so one answer holds for all."""
+        """Blocks of one class that are compiled one by one share a region, so all recompute the same."""
         path = self.paths[root]
         for other in (self.paths[block] for block in self.blocks if type(block) is type(root)):
             theirs = replace(saved, path=other + saved.path.removeprefix(path))
-            if ask(self.policy, theirs) is not fate:
+            if (ask(self.policy, theirs) is Fate.RECOMPUTE) is not (fate is Fate.RECOMPUTE):
                 self._complain(
                     "blocks that are compiled one by one share one compiled region: policy "
-                    f"{self.policy!r} answers differently in {path!r} and {other!r}, and what it says in "
-                    f"{path!r} is done in all of them. Compile the whole model, or do not decide by where"
+                    f"{self.policy!r} does not recompute the same in {path!r} and {other!r}, and what it "
+                    f"recomputes in {path!r} is recomputed in all of them. Compile the whole model, or do "
+                    "not decide by where"
                 )
 
 
@@ -188,6 +243,25 @@ class _Place:
     block: tuple[str, str]
     operation: tuple
     path: str
+
+
+def _made(
+    nodes: Iterable[fx.Node],
+    calls: Mapping[fx.Node, list[_ModuleCall]],
+    names: Mapping[int | None, tuple[str, int]],
+) -> dict[str, SavedTensor]:
+    """By the name of its node, what each tensor is that the region's operations make."""
+    makers: dict[int, fx.Node] = {}  # of each storage; views do not make one
+    made = {}
+    for node in nodes:
+        storage = _storage(node)
+        if storage is None:
+            continue
+        maker = makers.setdefault(storage, node)
+        if maker.op == "call_function":
+            path = calls[maker][-1][1] if calls[maker] else ""
+            made[node.name] = replace(_describe(node, path, 0, names.get(storage)), op=_op_of(maker))
+    return made
 
 
 def _compiled_module() -> nn.Module | None:
@@ -265,7 +339,7 @@ def _describe(node: fx.Node, path: str, index: int, named: tuple[str, int] | Non
     value, shape = node.meta["val"], _shape(node)
     return SavedTensor(
         path=path,
-        op=_op(node.meta.get("original_aten") or node.target),
+        op=_op_of(node),
         shape=shape,
         dtype=value.dtype,
         device=value.device,
@@ -281,7 +355,8 @@ def _shape(node: fx.Node) -> tuple[int, ...]:
     return tuple(n if isinstance(n, int) else n.node.hint if n.node.has_hint() else 0 for n in sizes)
 
 
-def _op(target: Any) -> str:
+def _op_of(node: fx.Node) -> str:
+    target = node.meta.get("original_aten") or node.target
     schema = getattr(target, "_schema", None)
     name = getattr(target, "__name__", str(target)) if schema is None else schema.name
     return name.split("::")[-1].strip("_")

@@ -9,14 +9,14 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, fx, nn
 
-__all__ = ["Region", "first_argument", "saving_region", "why_little_gained"]
+__all__ = ["Region", "first_argument", "names_of_saved", "saving_region", "why_little_gained"]
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,12 @@ class Region:
     Attributes:
         number: what PyTorch calls it. Modules that run the same code may share one.
         module: the module whose forward runs it; None if a function does.
+        function: what it is to autograd.
     """
 
     number: int
     module: nn.Module | None
+    function: type | None = field(default=None, compare=False, repr=False)
 
 
 def saving_region() -> Region | None:
@@ -38,8 +40,27 @@ def saving_region() -> Region | None:
     apply = torch.autograd.Function.apply.__func__.__code__
     nearest = itertools.islice(_frames(sys._getframe(1)), 8)  # the hook may be wrapped a few times
     frame = next((frame for frame in nearest if frame.f_code is apply), None)
-    number = None if frame is None else getattr(frame.f_locals["cls"], "_aot_id", None)
-    return None if number is None else Region(number, _running_module(frame))
+    function = None if frame is None else frame.f_locals["cls"]
+    number = getattr(function, "_aot_id", None)
+    return None if number is None else Region(number, _running_module(frame), function)
+
+
+def names_of_saved(region: Region) -> list[str]:
+    """For each tensor that one run of `region` saves, in order, the node of its graph that makes it.
+
+    Ask before its first backward, which compiles the graph that knows. Empty if that is not there.
+    """
+    graph = getattr(getattr(region.function, "_lazy_backward_info", None), "bw_module", None)
+    if not isinstance(graph, fx.GraphModule):
+        return []
+    given = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    return [
+        node.name
+        for node in given
+        if isinstance(node.meta.get("val"), Tensor)
+        and not node.name.startswith("tangents")  # the gradients
+        and not node.meta.get("saved_tensor_with_no_vc_check")  # which the region keeps by itself
+    ]
 
 
 def why_little_gained(moved: Mapping[Region | None, int]) -> str | None:

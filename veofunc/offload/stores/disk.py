@@ -86,10 +86,9 @@ class DiskStore:
         if direct is not None and not isinstance(direct, bool):
             raise ValueError(f"direct must be True, False or None (if possible), got {direct!r}")
         check_codec(codec)
-        os.makedirs(directory, exist_ok=True)
+        file = _open(directory)
         self.directory, self.inflight_bytes, self.direct = os.fspath(directory), inflight_bytes, direct
         self.codec = codec
-        file = PrivateFile(self.directory)
         self._goes_direct = direct is not False and file.go_direct()
         if direct and not self._goes_direct:
             raise OSError(
@@ -103,7 +102,13 @@ class DiskStore:
                 "disk, or say direct=False",
                 stacklevel=2,
             )
-        self._traffic = Traffic(file, inflight_bytes)
+        try:
+            self._traffic = Traffic(file, inflight_bytes)
+        except ValueError as error:
+            raise ValueError(
+                f"inflight_bytes must be no more bytes than this process can have, such as {INFLIGHT_BYTES}, "
+                f"got {inflight_bytes}: {error}"
+            ) from error
         self._has_host_tensors = False
 
     def __repr__(self) -> str:
@@ -135,6 +140,18 @@ class DiskStore:
         if self._goes_direct:
             file.go_direct()
         return Traffic(file, self.inflight_bytes)
+
+
+def _open(directory: str | os.PathLike) -> PrivateFile:
+    try:
+        os.makedirs(directory, exist_ok=True)
+        return PrivateFile(os.fspath(directory))
+    except OSError as error:
+        raise OSError(  # of the same subclass: Python chooses it by the number
+            error.errno,
+            f"directory={os.fspath(directory)!r} must be a directory, or one that can be made, in which this "
+            f"process may write files: {error.strerror}; choose another",
+        ) from error
 
 
 class _DiskSlot:
