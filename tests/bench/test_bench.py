@@ -3,19 +3,20 @@
 import math
 import re
 
+import numpy as np
 import pytest
 import torch
 
-from tests.bench import measure, offload
+from tests.bench import channel, measure, offload
 from tests.bench.__main__ import ENTRIES, main
 
 TINY = {
     "offload": "--width 16 --layers 2 --heads 2 --batch 1 --tokens 8 --inflight 1 --threads 1",
-    "channel": "--tokens 16 --width 8 --vocabulary 32",
+    "channel": "--tokens 256 --documents 4 --hidden 8 --vocabulary 2048 --threads 1",
     "router": "--width 16 --layers 1 --experts 4 --batch 1 --tokens 8",
     "checkpoint": "--megabytes 1 --tensors 3",
 }
-NUM_ROWS = {"offload": 8, "channel": 5, "router": 2 + 4, "checkpoint": 5 + 4}
+NUM_ROWS = {"offload": 8, "channel": len(channel.names()[0]), "router": 2 + 4, "checkpoint": 5 + 4}
 
 
 @pytest.mark.parametrize("name", ENTRIES)
@@ -110,4 +111,57 @@ def test_goals_say_what_is_met_and_what_is_missed():
         ["missed", "offload large", "seconds / plain's", "1.200", "1.10"],
         ["met", "offload large", "peak MiB / checkpointing's", "0.700", "1.00"],
         ["met", "offload large", "seconds / checkpointing's", "0.923", "1.00"],
+    ]
+
+
+def test_loss_bench_has_a_row_for_every_variant_or_says_that_it_has_none_and_goals(capsys):
+    main(["channel", "--rounds", "1", *TINY["channel"].split()])
+    out = capsys.readouterr().out
+    (left_out,) = re.findall("left out: (.*)", out) or [""]
+    for name in channel.variants(channels=1):
+        assert bool(re.search(rf"^{re.escape(name)} .*x ", out, re.MULTILINE)) != (
+            name in left_out.split("; ")
+        )
+    assert len(re.findall(r"^(?:met|missed) .*, at most ", out, re.MULTILINE)) == 2 * 4 + 2
+
+
+class Results:
+    """Of a step, with what is `changed`."""
+
+    def __init__(self, **changed):
+        ones = np.ones(3, dtype=np.float32)
+        self.call = lambda method: {"loss": ones[0], "weight": ones, "sums": ones, **changed}
+
+
+def test_losses_that_have_other_results_than_plain_are_an_error():
+    workers = {channel.PLAIN: Results(), channel.FROM_HIDDEN: Results(), "near": Results(loss=1 + 1e-6)}
+    channel.require_same_results(workers)
+    for changed in ({"loss": 1 + 1e-4}, {"weight": np.array([1, 1, 1 + 1e-4])}, {"sums": np.full(3, np.nan)}):
+        (what,) = changed
+        with pytest.raises(RuntimeError, match=rf"\['{what} of other'\]"):
+            channel.require_same_results({**workers, "other": Results(**changed)})
+
+
+def test_loss_goals_compare_each_route_with_its_own_loss_and_one_pass_with_plain():
+    def row(seconds, alone=0.0, extra=0.0):
+        return [{"seconds": seconds, "alone s": alone, "extra MiB": extra}]
+
+    samples = {
+        channel.PLAIN: row(10.0, extra=1000.0),
+        channel.UNREDUCED: row(20.0),
+        channel.ONE_PASS: row(8.0),
+        channel.with_sums("output"): row(20.0, alone=0.1),
+        channel.with_sums("reduction"): row(11.0, alone=0.01),
+        channel.with_sums("pair"): row(9.0, alone=0.4, extra=120.0),
+        channel.with_sums("intercept"): row(10.0, alone=0.02),
+    }
+    goals = [re.split(r"  +|, at most ", line) for line in channel.goals(samples)]
+    values, verdicts = [goal[2] for goal in goals], [goal[0] for goal in goals]
+    assert values == [
+        *("1.0000", "0.0050", "1.1000", "0.0010", "1.1250", "0.0500", "1.0000", "0.0020"),
+        *("0.9000", "0.1200"),
+    ]
+    assert verdicts == [
+        *("met", "met", "missed", "met", "missed", "missed", "met", "met"),
+        *("met", "missed"),
     ]
