@@ -177,7 +177,7 @@ def test_a_reduction_is_what_the_caller_asks_for(fn, reduction):
         loss, _ = objective(batch, **options)
         torch.testing.assert_close(loss, fn(batch, reduction=reduction))
     with pytest.raises(ValueError, match="reduction= of the call must be one of none, mean, sum, got 'max'"):
-        vf.with_channel_loss(fn, C)(batch, reduction="max")
+        vf.with_channel_loss(fn, C, per_token="reduction")(batch, reduction="max")
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -225,16 +225,16 @@ def test_a_loss_module_that_is_compiled_is_not_seen_and_that_is_an_error():
         compiled(make())
 
 
-@pytest.mark.parametrize("per_row", [False, True])
 @pytest.mark.parametrize("fn", [mean, module, shifting_as_hugging_face_did])
-def test_labels_need_not_be_found_where_they_are_seen(fn, per_row):
+def test_labels_need_not_be_found_where_they_are_seen(fn):
     batch = make()
-    if per_row:
-        batch["channel"] = torch.tensor([2, 0, -1])
     _, expected = vf.with_channel_loss(fn, C)(batch)
     without = {"labels": batch.pop("labels")}  # which the function has from elsewhere
     _, obs = vf.with_channel_loss(lambda batch: fn(batch | without), C)(batch)
     torch.testing.assert_close(obs["channel"].to_dict(), expected["channel"].to_dict())
+    batch["channel"] = torch.tensor([2, 0, -1])  # which tokens are of which row cannot be known
+    with pytest.raises(ValueError, match=r"the loss has 1[58] labels, got 3 channel ids.*one per row"):
+        vf.with_channel_loss(lambda batch: fn(batch | without), C)(batch)
 
 
 def chunked(batch):
@@ -284,7 +284,7 @@ def test_a_reduction_that_does_not_exist_is_refused_when_the_transform_is_made()
 def test_ids_that_are_too_few_or_too_many_are_refused_with_both_numbers():
     batch = make() | {"channel": torch.zeros(B, T + 3, dtype=torch.int64)}
     labels = {"labels": batch.pop("labels")}
-    with pytest.raises(ValueError, match=r"F\.cross_entropy has 18 labels, got 27 channel ids"):
+    with pytest.raises(ValueError, match="the loss has 18 labels, got 27 channel ids"):
         vf.with_channel_loss(lambda batch: mean(batch | labels), C)(batch)
 
 
@@ -420,3 +420,140 @@ def test_an_exception_inside_leaves_nothing_behind(fn):
     fails = False
     assert_sums(objective(batch)[1], expected_sums(batch))
     assert torch.overrides._get_current_function_mode_stack() == []
+
+
+# Losses with an argument `reduction` that are not the mean or sum of what they are with "none".
+WEIGHT = torch.rand(V) + 0.1
+
+
+def scaled(batch, reduction="mean"):
+    loss = F.cross_entropy(logits_of(batch).mT, batch["labels"], weight=WEIGHT, reduction=reduction)
+    return 0.5 * loss
+
+
+def with_more(batch, reduction="sum"):
+    return with_reduction(batch, reduction) + 1e-3 * logits_of(batch).logsumexp(-1).square().mean()
+
+
+def mean_of_rows(batch, reduction="mean"):
+    token_loss = unreduced(batch)
+    return token_loss.sum(1).mean() if reduction == "mean" else token_loss
+
+
+@pytest.mark.parametrize("fn", [scaled, with_more, mean_of_rows])
+def test_what_is_made_of_a_seen_loss_stays_as_it_is(fn):
+    batch = make()
+    objective = vf.with_channel_loss(fn, C)
+    for _ in range(2):
+        loss, obs = objective(batch)
+        assert loss.equal(fn(batch))
+        assert_sums(obs, expected_sums(batch))
+
+
+def test_a_fused_loss_whose_mean_is_no_mean_of_its_token_losses_is_refused():
+    def fn(batch, reduction="mean"):
+        return fused(batch, reduction) * (0.5 if reduction == "mean" else 1)
+
+    with pytest.raises(
+        ValueError, match=r"with reduction='mean' returned .* but the mean of what.*per_token='pair'"
+    ):
+        vf.with_channel_loss(fn, C)(make())
+
+
+def test_a_second_part_that_are_no_losses_is_not_taken_for_them():
+    def with_predictions(batch):
+        return mean(batch), logits_of(batch).argmax(-1)
+
+    def with_scores(batch):
+        return mean(batch), logits_of(batch).amax(-1)
+
+    (loss, _), obs = vf.with_channel_loss(with_predictions, C)(make())
+    assert loss.equal(mean(make()))
+    assert_sums(obs, expected_sums(make()))
+    with pytest.raises(ValueError, match="name per_token='pair'; if not, per_token='intercept'"):
+        vf.with_channel_loss(with_scores, C)(make())
+    _, obs = vf.with_channel_loss(with_scores, C, per_token="intercept")(make())
+    assert_sums(obs, expected_sums(make()))
+    with pytest.raises(ValueError, match=r"one loss per label.*of torch.bool"):
+        vf.with_channel_loss(lambda batch: logits_of(batch).argmax(-1) == batch["labels"], C)(make())
+
+
+def linear_inside(batch):
+    return 2 * pair(batch)[0]
+
+
+def test_linear_cross_entropy_is_seen_inside_of_a_loss():
+    batch = make()
+    loss, obs = vf.with_channel_loss(linear_inside, C)(batch)
+    assert loss.equal(linear_inside(batch))
+    assert_sums(obs, expected_sums(batch))
+    with pytest.raises(ValueError, match=r"must call F\.cross_entropy once.*it did 2 times"):
+        vf.with_channel_loss(lambda batch: linear_inside(batch) + mean(batch), C)(batch)
+
+
+def test_extras_of_losses_in_another_order_are_refused():
+    batch = make() | {"labels": torch.randint(V, (B, B)), "hidden": torch.randn(B, B, D)}
+    batch["channel"] = torch.zeros(B, dtype=torch.int64)
+
+    def time_first(batch):
+        labels = batch["labels"].T
+        return F.cross_entropy(logits_of(batch).transpose(0, 1).mT, labels, reduction="none").T
+
+    with pytest.raises(ValueError, match="token losses are not as that call returned them"):
+        vf.with_channel_loss(time_first, C, extras=("correct",))(batch)
+
+
+def test_extras_of_reshaped_losses():
+    def reshaped(batch):
+        return flat_unreduced(batch).view(B, T)
+
+    def shifted(batch):
+        logits, labels = logits_of(batch)[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()
+        return F.cross_entropy(logits, labels, reduction="none").view(B, T - 1)
+
+    for fn, plain in ((reshaped, unreduced), (shifted, shifting_unreduced)):
+        sums = [vf.with_channel_loss(f, C, extras=("correct", "z_sum"))(make())[1] for f in (fn, plain)]
+        torch.testing.assert_close(*(obs["channel"].to_dict() for obs in sums))
+
+
+def test_z_is_exact_where_the_label_is_masked_out():
+    logits = torch.tensor([[-1e8, 1.0, 2.0], [float("-inf"), 1.0, 2.0]])
+    labels, ids = torch.tensor([0, 0]), torch.tensor([0, 1])
+    objective = vf.with_channel_loss(F.cross_entropy, 2, extras=("z_sum",))
+    _, obs = objective(logits, labels, channel=ids)
+    expected = torch.tensor([1.0, 2.0]).logsumexp(0).square()
+    torch.testing.assert_close(obs["channel", "z_sum"], expected.expand(2))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32])
+@pytest.mark.parametrize("fn", [unreduced, pair])
+def test_labels_of_every_integer_dtype_mean_what_they_say(fn, dtype):
+    batch = make()
+    batch["labels"] = batch["labels"].clamp(min=0)
+    _, expected = vf.with_channel_loss(fn, C, token_bytes=torch.arange(V))(batch)
+    narrow = batch["labels"].to(dtype)
+
+    def of_narrow(batch):
+        return fn(batch | {"labels": batch["labels"].long()}) if fn is unreduced else fn(batch)
+
+    _, obs = vf.with_channel_loss(of_narrow, C, token_bytes=torch.arange(V))(batch | {"labels": narrow})
+    torch.testing.assert_close(obs["channel"].to_dict(), expected["channel"].to_dict())
+    ones, nobody = torch.ones(3), torch.zeros(3, dtype=torch.int64)
+    assert vf.channel_sums(ones, torch.tensor([156, 1, 2], dtype=torch.uint8), nobody, 1)["token_count"] == 3
+
+
+class Doubling(torch.Tensor):
+    """A tensor that makes losses in its own way."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        out = super().__torch_function__(func, types, args, kwargs)
+        return 2 * out if func is F.cross_entropy else out
+
+
+def test_tensors_that_make_losses_in_their_own_way_are_left_alone():
+    logits, labels = torch.randn(4, V).as_subclass(Doubling), torch.randint(V, (4,))
+    with pytest.raises(ValueError, match="once for its token losses to be seen, it did 0 times"):
+        vf.with_channel_loss(F.cross_entropy, C, per_token="intercept")(
+            logits, labels, channel=torch.zeros(4, dtype=torch.int64)
+        )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Generator
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -17,12 +18,14 @@ from torch import Tensor
 from torch.nn._reduction import legacy_get_string
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["CrossEntropy", "seeing_cross_entropies"]
+from veofunc.channel.linear import linear_cross_entropy
+
+__all__ = ["CrossEntropy", "Seen", "seeing_cross_entropies"]
 
 
 @contextlib.contextmanager
-def seeing_cross_entropies() -> Generator[list[CrossEntropy]]:
-    """Gives a list to which every call of `F.cross_entropy` is added, in this thread.
+def seeing_cross_entropies() -> Generator[list[Seen]]:
+    """Gives a list to which every `F.cross_entropy` and `linear_cross_entropy` of this thread is added.
 
     Not those of a backward pass that starts inside, where activation checkpointing computes again.
     """
@@ -34,14 +37,28 @@ def seeing_cross_entropies() -> Generator[list[CrossEntropy]]:
 class _Seeing(TorchFunctionMode):
     def __init__(self):
         super().__init__()
-        self.calls: list[CrossEntropy] = []
+        self.calls: list[Seen] = []
         self._task = _task()
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is not F.cross_entropy or _task() != self._task:
-            return func(*args, **(kwargs or {}))
-        self.calls.append(_cross_entropy(*args, **(kwargs or {})))
-        return self.calls[-1].loss
+    def __torch_function__(self, func, types, args: tuple = (), kwargs=None):
+        kwargs = kwargs or {}
+        if _task() != self._task or any(map(_has_its_own, types)):
+            return func(*args, **kwargs)
+        if func is linear_cross_entropy:
+            loss, token_loss = func(*args, **kwargs)
+            labels = kwargs["labels"] if "labels" in kwargs else args[2]
+            self.calls.append(SeenLinear(loss, token_loss, labels.long(), kwargs.get("ignore_index", -100)))
+            return loss, token_loss
+        if func is F.cross_entropy:
+            self.calls.append(_cross_entropy(*args, **kwargs))
+            return self.calls[-1].loss
+        return func(*args, **kwargs)
+
+
+def _has_its_own(kind: type) -> bool:
+    """Whether these tensors make losses in their own way."""
+    plain = (Tensor.__torch_function__, torch._C._disabled_torch_function_impl)
+    return getattr(kind, "__torch_function__") not in plain  # noqa: B009
 
 
 def _task() -> int:
@@ -49,15 +66,53 @@ def _task() -> int:
     return -1 if torch.compiler.is_compiling() else torch._C._current_graph_task_id()
 
 
+class Seen(Protocol):
+    """One call.
+
+    Attributes:
+        loss: what it returned.
+        token_loss: pure cross entropy of every label, whatever weights and smoothing do to the loss; 0 where
+            the label is ignored.
+        labels: int64.
+        counted: whether the label is not ignored.
+    """
+
+    @property
+    def loss(self) -> Tensor: ...
+
+    @property
+    def token_loss(self) -> Tensor: ...
+
+    @property
+    def labels(self) -> Tensor: ...
+
+    @property
+    def counted(self) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class SeenLinear:
+    """A call of `linear_cross_entropy`."""
+
+    loss: Tensor
+    token_loss: Tensor
+    labels: Tensor
+    ignore_index: int
+
+    @property
+    def counted(self) -> Tensor:
+        return self.labels != self.ignore_index
+
+
 @dataclass(frozen=True)
 class CrossEntropy:
-    """One call: what it returned, and what it made on the way.
+    """A call of `F.cross_entropy`: what it returned, and what it made on the way.
 
     Attributes:
         loss: the loss as the caller asked for it.
         logits: [N, V], [V], or [N, V, ...].
         log_probs: the same, normalised over V.
-        labels: [N], [] or [N, ...].
+        labels: int64, [N], [] or [N, ...].
         weight: of each class [V], or None.
         ignore_index: the label that does not count.
         label_smoothing: from 0 to 1.
@@ -77,13 +132,13 @@ class CrossEntropy:
 
     @property
     def token_loss(self) -> Tensor:
-        """Pure cross entropy of every label, whatever the weights and the smoothing; 0 where ignored."""
+        """See `Seen`."""
         return torch.where(self.counted, -self._at_labels(self.log_probs), 0)
 
     @property
     def log_partition(self) -> Tensor:
-        """Of every label: the logarithm of the sum of the exponentials of its logits."""
-        return self._at_labels(self.logits).to(self.log_probs.dtype) - self._at_labels(self.log_probs)
+        """Of every label: the logarithm of the sum of the exponentials of its logits, a pass over them."""
+        return self.logits.detach().to(self.log_probs.dtype).logsumexp(_classes(self.logits))
 
     @property
     def correct(self) -> Tensor:
@@ -128,7 +183,7 @@ def _cross_entropy(
             )
     log_probs = F.log_softmax(input, _classes(input), dtype=input.dtype)
     loss = _reduced(log_probs, target, weight, ignore_index, reduction, label_smoothing)
-    return CrossEntropy(loss, input, log_probs, target, weight, ignore_index, label_smoothing)
+    return CrossEntropy(loss, input, log_probs, target.long(), weight, ignore_index, label_smoothing)
 
 
 def _widened(tensor: Tensor) -> Tensor:
@@ -141,8 +196,10 @@ def _classes(logits: Tensor) -> int:
 
 
 def _reduced(log_probs, labels, weight, ignore_index, reduction, label_smoothing) -> Tensor:
+    if label_smoothing > 1:  # which raises
+        return F.cross_entropy(log_probs, labels, label_smoothing=label_smoothing)
     loss = F.nll_loss(log_probs, labels, weight, ignore_index=ignore_index, reduction=reduction)
-    if not label_smoothing:
+    if label_smoothing <= 0:
         return loss
     dim, ignored = _classes(log_probs), labels == ignore_index
     if weight is None:

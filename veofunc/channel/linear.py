@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
 from torch.distributed.tensor import DTensor
+from torch.overrides import handle_torch_function, has_torch_function
 
 __all__ = ["linear_cross_entropy"]
 
@@ -71,13 +72,16 @@ def linear_cross_entropy(
 
     Source: Liger-Kernel's and torchtune's chunked losses; z-loss of PaLM, logit soft-capping of Gemma 2.
     """
+    if has_torch_function((hidden, weight, labels)):  # as PyTorch's own, so that it can be seen
+        options = locals()
+        return handle_torch_function(linear_cross_entropy, (hidden, weight, labels), **options)
     _check_options(ignore_index, reduction, divisor, chunk, z_loss, softcap)
     dtype = _check_tensors(hidden, weight, labels, bias)
     total, token_loss, *_ = _apply(
         hidden.reshape(-1, hidden.shape[-1]),  # [N, D]
         weight,
         bias,
-        labels.reshape(-1),  # [N]
+        labels.reshape(-1).long(),  # [N]
         (dtype, ignore_index, chunk, float(z_loss), float(softcap or 0)),
         (False, False, False),
     )
@@ -85,7 +89,7 @@ def linear_cross_entropy(
     if reduction == "sum":
         return total, token_loss
     if divisor is not None:
-        return total / divisor, token_loss
+        return (total / divisor).reshape(()), token_loss
     count = (labels != ignore_index).sum()
     return torch.where(count > 0, total / count.clamp(min=1), math.nan), token_loss
 
@@ -297,8 +301,11 @@ def _check_options(ignore_index, reduction, divisor, chunk, z_loss, softcap) -> 
         )
     if divisor is not None and reduction != "mean":
         raise ValueError(f"divisor is for reduction='mean', got it with {reduction!r}")
-    for option, value in (("divisor", divisor), ("softcap", softcap)):
-        if value is not None and not isinstance(value, Tensor) and not 0 < value < math.inf:
+    for option, value in (
+        ("divisor", None if isinstance(divisor, Tensor) else divisor),
+        ("softcap", softcap),
+    ):
+        if value is not None and (isinstance(value, Tensor) or not 0 < value < math.inf):
             raise ValueError(f"{option} must be positive and finite, or None, got {value}")
     if isinstance(divisor, Tensor) and divisor.numel() != 1:
         raise ValueError(f"divisor must be one number, got shape {list(divisor.shape)}")

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from veofunc.channel.arguments import Caller, per_token
 from veofunc.channel.channels import Channels
-from veofunc.channel.intercept import CrossEntropy, seeing_cross_entropies
-from veofunc.channel.tokens import Tokens, recognised, token_losses
+from veofunc.channel.intercept import Seen, seeing_cross_entropies
+from veofunc.channel.tokens import (
+    Ran,
+    Tokens,
+    check_reduction,
+    loss_of,
+    recognised,
+    seen_tokens,
+    token_losses,
+)
 from veofunc.transform import Transformed, merge_obs, name_of, observing
 
 __all__ = ["channel_sums", "with_channel_loss"]
@@ -95,25 +104,32 @@ def with_channel_loss(
     caller = Caller(loss_fn, channel_key, label_key)
     if per_token == "reduction" and caller.reduction is None:
         raise ValueError(f"per_token='reduction', but {name_of(loss_fn)} has no argument 'reduction'")
-    known = "reduction" if per_token == "auto" and caller.reduction is not None else per_token
+    known = per_token
 
-    def call(*args, **kwargs):
-        nonlocal known
-        route = known
-        kwargs, batch = caller.read(args, kwargs)
+    def run(route: str, args: tuple, kwargs: dict) -> tuple[Ran, TensorDictBase]:
         asked = "none"
         if route == "reduction":
             args, kwargs, asked = caller.unreduced(args, kwargs)
         with _seeing(route, extras) as calls:
             out, obs = observed(*args, **kwargs)
-        if route == "auto":
-            route = recognised(out, calls, batch, loss_fn)
+        return Ran(route, out, calls, asked), obs
+
+    def call(*args, **kwargs):
+        nonlocal known
+        kwargs, batch = caller.read(args, kwargs)
+        ran, obs = run(known, args, kwargs)
+        if ran.route == "auto":
+            route, whole = recognised(ran, batch, loss_fn, caller.reduction is not None), ran.out
+            ran = replace(ran, route=route)
+            if route == "reduction":  # it was reduced out of sight: this once it is called twice
+                ran, obs = run(route, args, kwargs)
+                check_reduction(ran, whole, batch, ignore_index, reduction, loss_fn)
             if not torch.compiler.is_compiling():
                 known = route
-        tokens = token_losses(route, out, calls, batch, ignore_index, loss_fn)
-        more = _more(extras, calls, tokens, token_bytes, loss_fn)
+        tokens = token_losses(ran, batch, ignore_index, loss_fn)
+        more = _more(extras, ran, tokens, token_bytes, loss_fn)
         sums = _sums(tokens, num_channels, more, deterministic)
-        return _loss(route, out, calls, tokens, asked, reduction), merge_obs(obs, "channel", sums)
+        return loss_of(ran, tokens, reduction), merge_obs(obs, "channel", sums)
 
     return Transformed("with_channel_loss", loss_fn, call, observes="channel", exposes={"channels": names})
 
@@ -161,41 +177,26 @@ def channel_sums(
         raise ValueError(
             f"token_loss must have the labels' shape {list(labels.shape)}, got {list(token_loss.shape)}"
         )
-    tokens = Tokens(token_loss, labels, labels != ignore_index, per_token(channel, labels))
+    counted = labels.long() != ignore_index
+    tokens = Tokens(token_loss, labels, counted, per_token(channel, labels))
     return _sums(tokens, num_channels, {}, deterministic)
 
 
-def _seeing(route: str, extras: Sequence[str]) -> contextlib.AbstractContextManager[list[CrossEntropy]]:
+def _seeing(route: str, extras: Sequence[str]) -> contextlib.AbstractContextManager[list[Seen]]:
     """Gives the list of the cross entropies that are called; always empty if nobody asks for them."""
     asked = extras or route not in ("output", "pair")
     return seeing_cross_entropies() if asked else contextlib.nullcontext([])
 
 
-def _loss(route, out, calls, tokens: Tokens, asked: str, reduction: str):
-    """What the wrapped function returns, from what `loss_fn` did."""
-    if route == "intercept":
-        return out
-    if route == "pair":
-        return out[0]
-    if asked == "none":
-        return _reduce(out, tokens.counted, reduction)
-    if calls and out is calls[0].loss:
-        return calls[0].reduced(asked)
-    return _reduce(out, tokens.counted, asked)
-
-
-def _more(extras, calls, tokens: Tokens, token_bytes: Tensor | None, fn: Callable) -> dict[str, Tensor]:
+def _more(extras, ran: Ran, tokens: Tokens, token_bytes: Tensor | None, fn: Callable) -> dict[str, Tensor]:
     """A value for each token of each sum that was asked for."""
     values = {}
-    if extras and len(calls) != 1:
-        raise ValueError(
-            f"extras need the logits: {name_of(fn)} must call F.cross_entropy once for them, it did "
-            f"{len(calls)} times"
-        )
-    if "correct" in extras:
-        values["correct"] = calls[0].correct
-    if "z_sum" in extras:
-        values["z_sum"] = calls[0].log_partition.square()
+    if extras:
+        call = seen_tokens(ran, fn)
+        if "correct" in extras:
+            values["correct"] = call.correct.reshape(tokens.loss.shape)
+        if "z_sum" in extras:
+            values["z_sum"] = call.log_partition.square().reshape(tokens.loss.shape)
     if token_bytes is not None:
         values["bytes"] = token_bytes[torch.where(tokens.counted, tokens.labels, 0)]
     return values
@@ -226,13 +227,6 @@ def _added(values: Tensor, slot: Tensor, num_slots: int, deterministic: bool) ->
     if deterministic and values.device.type != "cpu":  # sorts; what index_add does is atomic, in any order
         return zeros.index_put((slot,), values, accumulate=True)
     return zeros.index_add(0, slot, values)
-
-
-def _reduce(token_loss: Tensor, counted: Tensor, reduction: str) -> Tensor:
-    wide = torch.promote_types(token_loss.dtype, torch.float32)  # a sum may not fit where its mean does
-    total = torch.where(counted, token_loss, 0).sum(dtype=wide)
-    loss = total if reduction == "sum" else total / counted.sum()
-    return loss.to(token_loss.dtype)
 
 
 def _channels(channels: int | Sequence[str] | Channels) -> tuple[int, Callable[[], tuple[str, ...]]]:

@@ -6,13 +6,49 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from veofunc.channel.arguments import Batch, aligned, per_token
-from veofunc.channel.intercept import CrossEntropy
+from veofunc.channel.intercept import CrossEntropy, Seen
 from veofunc.transform import name_of
 
-__all__ = ["Tokens", "recognised", "token_losses"]
+__all__ = [
+    "Ran",
+    "Tokens",
+    "check_reduction",
+    "loss_of",
+    "recognised",
+    "seen_tokens",
+    "token_losses",
+]
+
+
+@dataclass(frozen=True)
+class Ran:
+    """One call of `fn`.
+
+    Attributes:
+        route: how its token losses are to be had.
+        out: what it returned.
+        calls: the cross entropies in it, if somebody looked.
+        asked: with "reduction", what the caller asked for, while `fn` was asked for "none".
+    """
+
+    route: str
+    out: Any
+    calls: list[Seen]
+    asked: str = "none"
+
+    @property
+    def returned_the_seen(self) -> bool:
+        """Whether it returned the losses of its one cross entropy, or a view of them in the same order."""
+        if len(self.calls) != 1 or not isinstance(self.out, Tensor):
+            return False
+        loss = self.calls[0].loss
+        whole_view = self.out._base is loss and self.out.is_contiguous() and self.out.numel() == loss.numel()
+        return self.out is loss or whole_view
 
 
 @dataclass(frozen=True)
@@ -37,70 +73,137 @@ class Tokens:
         if batch.labels is None:
             raise ValueError(batch.missing)
         ids = per_token(batch.channel, batch.labels)
-        labels = aligned(batch.labels, loss.shape, following=True) if isinstance(loss, Tensor) else None
+        labels = aligned(batch.labels.long(), loss.shape, following=True) if _is_float(loss) else None
         channel = None if labels is None else aligned(ids, labels.shape)
         if labels is None or channel is None:
             raise _no_token_losses(loss, batch.labels, fn)
         return cls(loss, labels, labels != ignore_index, channel)
 
     @classmethod
-    def seen(cls, call: CrossEntropy, batch: Batch) -> Tokens:
+    def seen(cls, call: Seen, batch: Batch) -> Tokens:
         """Those of a cross entropy that was seen inside."""
         ids = batch.channel if batch.labels is None else per_token(batch.channel, batch.labels)
         channel = aligned(ids, call.labels.shape)
-        one_per_row = batch.labels is None and ids.dim() == 1 and call.labels.numel() % max(len(ids), 1) == 0
-        if channel is None and one_per_row:
-            channel = ids.view(-1, 1).expand(-1, call.labels.numel() // len(ids)).reshape(call.labels.shape)
-        if channel is None:
+        if channel is None or (batch.labels is None and ids.numel() != channel.numel() and ids.dim() == 1):
             raise ValueError(
-                f"F.cross_entropy has {call.labels.numel()} labels, got {ids.numel()} channel ids: ids are "
-                "one per token, also of the last one in each row, which may predict nothing, or one per row"
+                f"the loss has {call.labels.numel()} labels, got {ids.numel()} channel ids: ids are one per "
+                "token, also of the last one in each row, which may predict nothing; or, if the labels are "
+                "in the batch or an argument, one per row"
             )
         return cls(call.token_loss, call.labels, call.counted, channel)
 
 
-def recognised(out: Any, calls: list[CrossEntropy], batch: Batch, fn: Callable) -> str:
+def recognised(ran: Ran, batch: Batch, fn: Callable, has_reduction: bool) -> str:
     """The route by which `fn` shows its token losses, from what it returned and called.
 
     Raises:
         TypeError: it returned no tensor, and called `F.cross_entropy` not once.
-        ValueError: it returned a tensor of another shape, or there are no labels to compare it with.
+        ValueError: it returned a tensor of another shape, or there are no labels to compare it with, or two
+            routes are possible.
     """
+    out, calls = ran.out, ran.calls
     if _is_per_token(out, batch):
         return "output"
     if isinstance(out, tuple) and len(out) == 2 and _is_per_token(out[1], batch):
+        if len(calls) == 1 and not any(out[1] is x for x in (calls[0].loss, calls[0].token_loss)):
+            raise ValueError(
+                f"{name_of(fn)} calls F.cross_entropy once and returns a pair. If the second are its token "
+                "losses, name per_token='pair'; if not, per_token='intercept'"
+            )
         return "pair"
     if len(calls) == 1:
         return "intercept"
+    if has_reduction and not calls and isinstance(out, Tensor) and not out.dim():
+        return "reduction"
     raise _unrecognised(out, len(calls), batch, fn)
 
 
-def token_losses(
-    route: str, out: Any, calls: list[CrossEntropy], batch: Batch, ignore_index: int, fn: Callable
-) -> Tokens:
-    """The token losses of a call of `fn` that returned `out`; `calls` are its cross entropies.
+def token_losses(ran: Ran, batch: Batch, ignore_index: int, fn: Callable) -> Tokens:
+    """The token losses of a call of `fn`.
 
     Raises:
-        TypeError: `out` is not what `route` says.
-        ValueError: shapes disagree, there are no labels, or `fn` called `F.cross_entropy` not exactly once.
+        TypeError: it did not return what the route says.
+        ValueError: shapes disagree, there are no labels, or it called `F.cross_entropy` not exactly once.
     """
-    if route == "intercept" or (route == "reduction" and len(calls) == 1 and out is calls[0].loss):
-        if len(calls) != 1:
-            raise ValueError(_calls(len(calls), fn))
-        return Tokens.seen(calls[0], batch)
-    if route == "pair":
-        if not isinstance(out, tuple) or len(out) != 2:
+    if ran.route == "intercept" or (ran.route == "reduction" and ran.returned_the_seen):
+        if len(ran.calls) != 1:
+            raise ValueError(_calls(len(ran.calls), fn))
+        return Tokens.seen(ran.calls[0], batch)
+    loss = ran.out
+    if ran.route == "pair":
+        if not isinstance(ran.out, tuple) or len(ran.out) != 2:
             raise TypeError(
                 f"per_token='pair' says that {name_of(fn)} returns (loss, token_loss), got "
-                f"{type(out).__name__}"
+                f"{type(ran.out).__name__}"
             )
-        out = out[1]
-    return Tokens.returned(out, batch, ignore_index, fn)
+        loss = ran.out[1]
+    return Tokens.returned(loss, batch, ignore_index, fn)
+
+
+def loss_of(ran: Ran, tokens: Tokens, reduction: str) -> Any:
+    """What the wrapped function returns: the loss, or with "intercept" all that `fn` did."""
+    if ran.route == "intercept":
+        return ran.out
+    if ran.route == "pair":
+        return ran.out[0]
+    if ran.asked == "none":
+        return _reduced(ran.out, tokens.counted, reduction)
+    (call,) = ran.calls if ran.returned_the_seen else (None,)
+    return (
+        call.reduced(ran.asked)
+        if isinstance(call, CrossEntropy)
+        else _reduced(ran.out, tokens.counted, ran.asked)
+    )
+
+
+def check_reduction(
+    ran: Ran, whole: Tensor, batch: Batch, ignore_index: int, reduction: str, fn: Callable
+) -> None:
+    """Compares the loss that is made of token losses with `whole`, which `fn` returned by itself.
+
+    Raises:
+        ValueError: they differ by more than rounding.
+    """
+    loss = loss_of(ran, token_losses(ran, batch, ignore_index, fn), reduction)
+    if torch.compiler.is_compiling() or is_functorch_wrapped_tensor(whole):  # no values to be read
+        return
+    if not torch.allclose(loss.float(), whole.float(), rtol=1e-2, atol=1e-3, equal_nan=True):
+        raise ValueError(
+            f"{name_of(fn)} with reduction={ran.asked!r} returned {whole.item():.6g}, but the {ran.asked} of "
+            f"what it returned with 'none' is {loss.item():.6g}. Return (loss, token_loss) and name "
+            "per_token='pair'"
+        )
+
+
+def seen_tokens(ran: Ran, fn: Callable) -> CrossEntropy:
+    """The one cross entropy whose losses, in their order, are the token losses.
+
+    Raises:
+        ValueError: there is none.
+    """
+    call = ran.calls[0] if len(ran.calls) == 1 else None
+    if isinstance(call, CrossEntropy) and (ran.route == "intercept" or ran.returned_the_seen):
+        return call
+    raise ValueError(
+        f"extras need the logits: {name_of(fn)} must call F.cross_entropy once for them, it did "
+        f"{sum(isinstance(call, CrossEntropy) for call in ran.calls)} times, or its token losses are not as "
+        "that call returned them"
+    )
+
+
+def _reduced(token_loss: Tensor, counted: Tensor, reduction: str) -> Tensor:
+    wide = torch.promote_types(token_loss.dtype, torch.float32)  # a sum may not fit where its mean does
+    total = torch.where(counted, token_loss, 0).sum(dtype=wide)
+    loss = total if reduction == "sum" else total / counted.sum()
+    return loss.to(token_loss.dtype)
 
 
 def _is_per_token(out: Any, batch: Batch) -> bool:
-    labels = batch.labels
-    return isinstance(out, Tensor) and labels is not None and aligned(labels, out.shape) is not None
+    return _is_float(out) and batch.labels is not None and aligned(batch.labels, out.shape) is not None
+
+
+def _is_float(out: Any) -> bool:
+    return isinstance(out, Tensor) and out.is_floating_point()
 
 
 def _unrecognised(out: Any, num_calls: int, batch: Batch, fn: Callable) -> Exception:
@@ -113,10 +216,11 @@ def _unrecognised(out: Any, num_calls: int, batch: Batch, fn: Callable) -> Excep
 
 def _no_token_losses(out: Any, labels: Tensor, fn: Callable) -> Exception:
     if isinstance(out, Tensor):
+        kind = "" if _is_float(out) else f" of {out.dtype}"
         return ValueError(
-            f"{name_of(fn)} must return one loss per label, shape {list(labels.shape)}, got "
-            f'{list(out.shape)}. F.cross_entropy does with reduction="none". Or return (loss, token_loss), '
-            "or have F.cross_entropy called once inside"
+            f"{name_of(fn)} must return one loss per label, shape {list(labels.shape)}, got {list(out.shape)}"
+            f'{kind}. F.cross_entropy does with reduction="none". Or return (loss, token_loss), or have '
+            "F.cross_entropy called once inside"
         )
     hint = ". If it returns (token_loss, aux), pass has_aux=True" * isinstance(out, tuple)
     return TypeError(
