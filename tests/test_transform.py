@@ -263,7 +263,7 @@ class TestModuleHooks:
         model, seen = Model(), []
         with module_hooks(
             model.modules(),
-            before=lambda module: seen.append(("before", type(module).__name__)),
+            before=lambda module, args, kwargs: seen.append(("before", type(module).__name__)),
             after=lambda module, out: seen.append(("after", type(module).__name__, tuple(out.shape))),
         ):
             model(torch.ones(1, 2))
@@ -314,7 +314,11 @@ class TestModuleHooks:
 
     def test_are_given_the_module_asked_for_where_a_copy_runs(self):
         model, seen = Model(), []
-        with module_hooks(model.modules(), before=seen.append, after=lambda module, out: seen.append(module)):
+        with module_hooks(
+            model.modules(),
+            before=lambda module, *_: seen.append(module),
+            after=lambda module, out: seen.append(module),
+        ):
             twin = object.__new__(nn.Linear)
             twin.__dict__.update(model.inner.__dict__)
             twin(torch.ones(1, 2))

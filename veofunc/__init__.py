@@ -24,9 +24,10 @@ from veofunc.offload.stores.disk import DiskStore
 from veofunc.offload.stores.host import HostStore
 from veofunc.offload.stores.store import Store
 from veofunc.router.detect import Router, find_routers
-from veofunc.router.heatmap import router_heatmap
+from veofunc.router.heatmap import router_heatmap, specialisation_heatmap
 from veofunc.router.metrics import router_metrics
 from veofunc.router.monitor import monitor_router
+from veofunc.router.plots import router_plot
 from veofunc.state import load_train_state, train_state
 from veofunc.window import Window, all_reduce
 
@@ -60,6 +61,8 @@ __all__ = [
     "policies",
     "router_heatmap",
     "router_metrics",
+    "router_plot",
+    "specialisation_heatmap",
     "train_state",
     "with_channel_loss",
 ]

@@ -214,11 +214,11 @@ def bare_module(model: nn.Module) -> nn.Module:
 def module_hooks(
     modules: Iterable[nn.Module],
     *,
-    before: Callable[[nn.Module], object] | None = None,
+    before: Callable[[nn.Module, tuple, dict], object] | None = None,
     after: Callable[[nn.Module, Any], object] | None = None,
     always: bool = False,
 ) -> Generator[None]:
-    """Calls `before(module)` and `after(module, output)` around the forward of each of `modules`.
+    """Calls `before(module, args, kwargs)` and `after(module, output)` around each forward of `modules`.
 
     The hooks live as long as the block, also when it raises. They act only in this thread, so that two
     calls at once do not see each other, and not in a backward pass that starts inside the block, so that
@@ -233,9 +233,9 @@ def module_hooks(
         return threading.get_ident() != thread or torch._C._current_graph_task_id() != task
 
     # `module` is the one that was asked for; what runs may be a copy that shares its hooks.
-    def pre_hook(module, running, args):
+    def pre_hook(module, running, args, kwargs):
         if not elsewhere():
-            cast(Callable, before)(module)
+            cast(Callable, before)(module, args, kwargs)
 
     def post_hook(module, running, args, output):
         if not elsewhere():
@@ -245,7 +245,8 @@ def module_hooks(
     try:
         for module in modules:
             if before is not None:
-                handles.append(module.register_forward_pre_hook(functools.partial(pre_hook, module)))
+                hook = functools.partial(pre_hook, module)
+                handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
             if after is not None:
                 hook = functools.partial(post_hook, module)
                 handles.append(module.register_forward_hook(hook, always_call=always))

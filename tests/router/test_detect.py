@@ -120,7 +120,40 @@ def test_family_that_shows_its_ids_is_found_and_counted(layout, passes_on):
     assert monitored.routers == tuple((f"layers.{i}.router", width(layout), K) for i in range(3))
 
 
-@pytest.mark.parametrize("layout", HIDDEN)
+def counts_shown(output):
+    """Slots per expert of an output that shows a mask or sizes, in plain Python."""
+    for part in output:
+        if isinstance(part, list):
+            return part
+        if part.dtype == torch.int64 and part.shape[-1] == E:
+            rows = part.reshape(-1, E).tolist()
+            return [sum(row[expert] for row in rows) for expert in range(E)]
+    return None
+
+
+@pytest.mark.parametrize("layout", [p for p in HIDDEN if counts_shown(random_output(p.values[0], 0))])
+def test_family_that_shows_a_mask_or_sizes_is_found_and_counted(layout):
+    outputs = [random_output(layout, seed) for seed in range(3)]
+    monitored = vf.monitor_router(Model(outputs))
+    for _ in range(2):
+        _, obs = monitored(TOKENS)
+        assert obs["router", "tokens_per_expert"].tolist() == [counts_shown(output) for output in outputs]
+        assert obs["router", "tokens"].tolist() == [N] * 3
+    assert [router.path for router in monitored.routers] == [f"layers.{i}.router" for i in range(3)]
+
+
+def test_scores_that_are_zero_for_all_but_k_are_found_and_counted():
+    scores = [torch.rand(N, E) for _ in range(3)]
+    chosen = [score * (score >= score.topk(K).values[:, -1:]) for score in scores]
+    monitored = vf.monitor_router(Model([(c, score) for c, score in zip(chosen, scores, strict=True)]))
+    for _ in range(2):
+        _, obs = monitored(TOKENS)
+        expected = [[sum(row[e] > 0 for row in c.tolist()) for e in range(E)] for c in chosen]
+        assert obs["router", "tokens_per_expert"].tolist() == expected
+    assert monitored.routers == tuple((f"layers.{i}.router", E, K) for i in range(3))
+
+
+@pytest.mark.parametrize("layout", [p for p in HIDDEN if not counts_shown(random_output(p.values[0], 0))])
 def test_family_that_hides_its_ids_is_refused_rather_than_miscounted(layout):
     model = Model([random_output(layout, seed) for seed in range(2)])
     with pytest.raises(ValueError, match="no router found in Model") as error:
@@ -457,14 +490,13 @@ def test_of_several_widths_the_module_confirms_one():
     assert vf.find_routers(model, ROWS) == (("gates.0", 4, 2),)
 
 
-def test_a_mask_as_wide_as_the_module_says_is_no_choice():
+def test_a_mask_as_wide_as_the_module_says_are_no_ids():
     def mask(x, logits, weights, ids):
         return x, nn.functional.one_hot(ids[..., 0], 4), logits.softmax(-1)
 
     model = Gates(Gate(mask, 4))
     model.gates[0].num_experts = 4
-    with pytest.raises(ValueError, match="no router found"):
-        vf.find_routers(model, ROWS)
+    assert vf.find_routers(model, ROWS) == (("gates.0", 4, 1),)
 
 
 class PassedOn(nn.Module):

@@ -11,9 +11,11 @@ import math
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
+from torch._C._functorch import is_legacy_batchedtensor
 from torch.distributed.tensor import DTensor
 from torch.overrides import handle_torch_function, has_torch_function
+
+from veofunc.levels import is_functorch_wrapped_tensor
 
 __all__ = ["linear_cross_entropy"]
 

@@ -11,7 +11,7 @@ from tensordict import TensorDictBase
 from veofunc.channel.channels import Channels
 from veofunc.transform import read_obs
 
-__all__ = ["channel_metrics"]
+__all__ = ["channel_metrics", "metric_names"]
 
 OPTIONAL = ("bytes", "correct", "z_sum")
 
@@ -67,7 +67,7 @@ def channel_metrics(obs: TensorDictBase, channels: Sequence[str] | Channels) -> 
     all_tokens = sum(token_counts) + other_tokens
     unnamed = map(str, range(len(names), len(loss_sums)))
     metrics = {}
-    for c, name in enumerate(_keys([*names, *unnamed])):
+    for c, name in enumerate(metric_names([*names, *unnamed])):
         loss_sum, tokens = loss_sums[c], token_counts[c]
         if tokens:
             metrics[f"channel_loss/{name}"] = loss_sum / tokens
@@ -82,7 +82,7 @@ def channel_metrics(obs: TensorDictBase, channels: Sequence[str] | Channels) -> 
     return metrics
 
 
-def _keys(names: Iterable[str]) -> Iterator[str]:
+def metric_names(names: Iterable[str]) -> Iterator[str]:
     """A key for each name that depends on it and the names before it only, and that none of these has."""
     taken = set()
     for c, name in enumerate(names):

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
 
 from veofunc.channel.arguments import Batch, aligned, per_token
 from veofunc.channel.intercept import CrossEntropy, Seen
+from veofunc.levels import is_functorch_wrapped_tensor
 from veofunc.transform import name_of
 
 __all__ = [

@@ -311,7 +311,7 @@ class Call:
 
     # Blocks.
 
-    def _enter(self, module: nn.Module) -> None:
+    def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         if torch.compiler.is_compiling():  # what is compiled stays as it is, for all calls
             return
         self.modules.append(module)

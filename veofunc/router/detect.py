@@ -1,20 +1,35 @@
-"""Finding routers, and the choice in a router's output, by structure: shapes and dtypes, no names."""
+"""Finding routers by structure: `find_routers`, and what the first call of `monitor_router` learns.
+
+A first look watches every module. Each choice that shows is one decision, though the router returns it, the
+block around it returns it again, and experts are called with it. From each decision comes a rule: in which
+class of modules, and where, such a choice stands. The rule then holds for every module of that class.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
-from math import prod
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from veofunc.router.patterns import (
+    ByIndices,
+    Reading,
+    Sighting,
+    describe,
+    num_stacked,
+    said_num_experts,
+    seen_by,
+    seen_in,
+    seen_out,
+)
 from veofunc.transform import bare_module, matches, module_hooks, some_paths
 
-__all__ = ["Choice", "Router", "Search", "find_routers", "known_routers", "select_routers"]
-
-INDEX_DTYPES = (torch.int32, torch.int64)
+__all__ = ["FirstLook", "Found", "Router", "find_routers", "known_routers", "select_routers"]
 
 
 class Router(NamedTuple):
@@ -29,18 +44,20 @@ class Router(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Choice:
-    """Which experts N tokens were given.
+class Found:
+    """A router, and how to read its choices.
 
     Attributes:
-        ids: expert of each slot, int [..., K]; the leading dimensions hold the tokens.
-        weights: weight of each slot, float [..., K], or None if the output does not show it.
-        num_experts: E.
+        router: what users see of it.
+        module: the module whose calls show the choices.
+        reading: where they stand.
+        logits: the router itself, and the reading that has its logits, if they show.
     """
 
-    ids: Tensor
-    weights: Tensor | None
-    num_experts: int
+    router: Router
+    module: nn.Module
+    reading: Reading | ByIndices
+    logits: tuple[nn.Module, Reading | ByIndices]
 
 
 def find_routers(model: nn.Module, *args: Any, **kwargs: Any) -> tuple[Router, ...]:
@@ -48,9 +65,9 @@ def find_routers(model: nn.Module, *args: Any, **kwargs: Any) -> tuple[Router, .
 
     The model runs as it stands: in training mode it draws dropout and moves the statistics of BatchNorm.
 
-    A router is a module that returns integer ids beside float weights of the same shape [..., K] and,
-    with the same number of rows, logits or probabilities [..., E], E > K (or that has an attribute
-    `num_experts`), and has no router inside. Every module of the same class is a router too.
+    A router is a module that shows which experts its tokens were given, in one of the ways that
+    `veofunc.router.patterns` lists: most return ids, weights and logits. Where only the experts show it, by
+    what they are called with, they are named instead. Every module of the same class is a router too.
 
     Args:
         model: the module to look into.
@@ -73,14 +90,14 @@ def find_routers(model: nn.Module, *args: Any, **kwargs: Any) -> tuple[Router, .
         >>> vf.find_routers(torch.nn.Sequential(Router(8, 4)), torch.ones(3, 8))
         (Router(path='0', num_experts=4, top_k=2),)
     """
-    search = Search(bare_module(model))
-    with torch.no_grad(), module_hooks(search.modules, after=search.look):
+    look = FirstLook(bare_module(model))
+    with torch.no_grad(), look.watching():
         model(*args, **kwargs)
-    return tuple(router for router, _ in search.result())
+    return tuple(found.router for found in look.result())
 
 
-class Search:
-    """Reads the choices that modules make during one call, and then says which modules are routers.
+class FirstLook:
+    """Watches every module of `model` during one call, and then says which are routers.
 
     Args:
         model: what runs in the call.
@@ -95,72 +112,183 @@ class Search:
         indices: Callable[[Any], Tensor] | None = None,
     ):
         self.model, self.named, self.indices = model, named, indices
-        self.choices: dict[nn.Module, Choice] = {}
-        self.looked_at: dict[str, str] = {}
+        self.modules = dict(model.named_modules())
+        self.paths = {module: path for path, module in self.modules.items()}
+        self.sightings: list[Sighting] = []
+        self.returned: dict[nn.Module, str] = {}  # what modules returned, in words
 
-    @property
-    def modules(self) -> tuple[nn.Module, ...]:
-        """The modules whose outputs to look at."""
-        if self.named is None:
-            return tuple(self.model.modules())
-        return tuple(module for _, module in self.named)
+    def watching(self) -> AbstractContextManager[None]:
+        if self.indices is not None and self.named is not None:
+            return module_hooks([module for _, module in self.named], after=self._after)
+        return module_hooks(self.paths, before=self._before, after=self._after)
 
-    def look(self, module: nn.Module, output: Any) -> Choice | None:
-        """The choice that `module` made, if it is a router and nobody inside it made the same one.
+    def _before(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        if module in self.paths:  # else a copy that was made in the call, hooks and all
+            self.sightings += seen_in(module, self._owner(module), args, kwargs)
+
+    def _after(self, module: nn.Module, output: Any) -> None:
+        if module not in self.paths:
+            return
+        self.returned.setdefault(module, describe(output))
+        if self.indices is None:
+            self.sightings += seen_out(module, output)
+        else:
+            self.sightings.append(seen_by(self.indices, module, output))
+
+    def result(self) -> tuple[Found, ...]:
+        """The routers in `named_modules` order, also those that the call did not run.
 
         Raises:
-            ValueError: a named router's output does not show the ids, or not among how many experts.
-            TypeError: `indices` did not return integer ids.
+            ValueError: there are none, or of a named one its choices or its number of experts do not show.
         """
-        if self.named is not None:
-            choice = _read_named(module, output, self.indices)
+        decisions = self._decisions()
+        if self.named is None:
+            known = [decision for decision in decisions if decision.num_experts is not None]
         else:
-            choice = _find_choice(module, output)
-            if choice is None:
-                self.looked_at.setdefault(type(module).__name__, _describe(output))
-            if choice is None or self._passes_on(module, choice):
-                return None
-        self.choices[module] = replace(choice, weights=None)  # they may belong to a graph
-        return choice
-
-    def _passes_on(self, module: nn.Module, choice: Choice) -> bool:
-        """Whether `module` returns what a router inside it, or a router of another class, has chosen."""
-        inside = set(module.modules()) - {module}
-        return any(
-            router in inside or (_same(choice.ids, made.ids) and type(router) is not type(module))
-            for router, made in self.choices.items()
-        )
-
-    def result(self) -> tuple[tuple[Router, nn.Module], ...]:
-        """The routers in `named_modules` order, also those that the call did not run."""
-        if not self.choices:
+            known = [decision for _, module in self.named for decision in self._of_named(module, decisions)]
+        if not known:
             raise ValueError(self._nothing_found())
-        like = {type(module): choice for module, choice in self.choices.items()}
-        routers = self.named or tuple(
-            (path, module) for path, module in self.model.named_modules() if type(module) in like
+        of_module = {decision.name.module: decision for decision in reversed(known)}
+        of_kind = {self._kind(module): decision for module, decision in of_module.items()}
+        routers = self.named or [(p, m) for p, m in self.modules.items() if self._kind(m) in of_kind]
+        return tuple(
+            self._found(path, module, of_module.get(module) or of_kind.get(self._kind(module), known[0]))
+            for path, module in routers
         )
-        found = []
-        for path, module in routers:
-            if module in self.choices:
-                choice, num_experts = self.choices[module], self.choices[module].num_experts
-            else:  # it did not run: what it says, or what its class, or else anyone, showed
-                choice = like.get(type(module)) or next(iter(self.choices.values()))
-                num_experts = _says_num_experts(module) or choice.num_experts
-            found.append((Router(path, num_experts, choice.ids.shape[-1]), module))
-        return tuple(found)
+
+    def _of_named(self, module: nn.Module, decisions: list[_Decision]) -> Iterator[_Decision]:
+        """The decision that `module` showed, whatever else did; nothing if it did not run."""
+        for decision in decisions:
+            if any(sighting.module is module for sighting in decision.sightings):
+                decision = replace(decision, router=module)
+                if decision.num_experts is None:
+                    raise ValueError(
+                        f"cannot see the number of experts of router {type(module).__name__}, which returned "
+                        f"{self.returned.get(module, 'nothing')}: give it an attribute num_experts, or "
+                        "return its logits [..., E], too"
+                    )
+                yield decision
+                return
+        if module in self.returned:
+            raise ValueError(
+                f"router {type(module).__name__} returned {self.returned[module]}, where no expert ids can "
+                "be seen: pass indices=, a function from that to ids [..., K]. If they are there, but no "
+                "logits [..., E], give it an attribute num_experts"
+            )
+
+    def _decisions(self) -> list[_Decision]:
+        """What was seen, each choice once."""
+        decisions: list[_Decision] = []
+        for sighting in self.sightings:
+            newest_first = [*reversed(decisions)]
+            for belongs in (self._is_of_module, self._is_passed_on, self._is_used_beside):
+                of = next((decision for decision in newest_first if belongs(sighting, decision)), None)
+                if of is not None:
+                    of.sightings.append(sighting)
+                    break
+            else:
+                decisions.append(_Decision([sighting]))
+        return decisions
+
+    def _is_of_module(self, sighting: Sighting, decision: _Decision) -> bool:
+        """Whether the same module showed `decision` in the same place: it was called again."""
+        return any(
+            seen.module is sighting.module and seen.reading == sighting.reading for seen in decision.sightings
+        )
+
+    def _is_passed_on(self, sighting: Sighting, decision: _Decision) -> bool:
+        """Whether `sighting` shows the very tensor, or is the output of a module around that showed it."""
+        around = set(sighting.module.modules()) - {sighting.module}
+        of_outputs = not sighting.reading.is_input
+        for seen in decision.sightings:
+            alike = of_outputs and type(seen.module) is type(sighting.module)  # routers may share their ids
+            if _same(sighting.choice.values, seen.choice.values) and not alike:
+                return True
+            if of_outputs and seen.module in around:
+                return True
+        return False
+
+    def _is_used_beside(self, sighting: Sighting, decision: _Decision) -> bool:
+        """Whether experts are called with it whose router, beside them, showed `decision`."""
+        owner = self._owner(sighting.module)
+        routers = [seen.module for seen in decision.sightings if not seen.reading.is_input]
+        return sighting.reading.is_input and any(self._owner(router) is owner for router in routers)
+
+    def _found(self, path: str, module: nn.Module, decision: _Decision) -> Found:
+        """How to read the choices of `module`: as `decision` showed, for which it or one of its kind ran."""
+        name, reader = decision.name, decision.reader
+        num_experts, top_k = decision.num_experts, decision.name.top_k
+        assert num_experts is not None, "others were left out"
+        if module is not name.module:  # it did not run: what it says, or what its kind showed
+            num_experts = said_num_experts(module) or num_experts
+        shown_at, reading = module, name.reading
+        if reader.module is not name.module:
+            # Experts that stand beside this router as those of `decision` stand beside theirs.
+            beside = self.modules.get(f"{path.rpartition('.')[0]}.{self._leaf(reader.module)}".lstrip("."))
+            if beside is not None and type(beside) is type(reader.module):
+                shown_at, reading = beside, reader.reading
+        router = Router(path, num_experts, top_k)
+        return Found(router, shown_at, reading, (module, name.reading))
+
+    def _kind(self, module: nn.Module) -> Any:
+        """Modules of one kind show their choices in one way. PyTorch's own classes say nothing of that."""
+        if type(module).__module__.startswith("torch.nn."):
+            return type(self._owner(module)), self._leaf(module)
+        return type(module)
+
+    def _leaf(self, module: nn.Module) -> str:
+        return self.paths[module].rpartition(".")[2]
+
+    def _owner(self, module: nn.Module) -> nn.Module | None:
+        path = self.paths[module]
+        return self.modules[path.rpartition(".")[0]] if path else None
 
     def _nothing_found(self) -> str:
         if self.named is not None:
             paths = ", ".join(path for path, _ in self.named)
             return f"none of the routers {paths} ran in the call"
-        seen = "\n".join(f"  {name} returned {what}" for name, what in self.looked_at.items())
+        returned = {type(module).__name__: what for module, what in reversed(self.returned.items())}
+        seen = "\n".join(f"  {name} returned {what}" for name, what in reversed(returned.items()))
         return (
-            f"no router found in {type(self.model).__name__}: no module returned integer ids beside float "
-            "weights of the same shape [..., K] and logits [..., E]. Name the routers with routers= (globs, "
-            "or a predicate on path and module), and with indices= how to get the ids from what they "
-            "return. If the model was compiled before it was wrapped, wrap first. Looked at:\n"
-            f"{seen or '  no module: none ran in the call'}"
+            f"no router found in {type(self.model).__name__}: no module returned, or was called with, "
+            "integer ids beside float weights of the same shape [..., K], and none returned a mask, scores "
+            "or sizes of experts. Name the routers with routers= (globs, or a predicate on path and module), "
+            "and with indices= how to get the ids from what they return. If the model was compiled before it "
+            f"was wrapped, wrap first. Looked at:\n{seen or '  no module: none ran in the call'}"
         )
+
+
+@dataclass
+class _Decision:
+    """One choice, and everything that showed it. The user may name one of these as the router."""
+
+    sightings: list[Sighting]
+    router: nn.Module | None = None
+
+    @property
+    def name(self) -> Sighting:
+        """The router: what the user named, or else the first that returned it, or else the experts."""
+        if self.router is not None:
+            return next(sighting for sighting in self.sightings if sighting.module is self.router)
+        return self._first
+
+    @property
+    def _first(self) -> Sighting:
+        return next((s for s in self.sightings if not s.reading.is_input), self.sightings[0])
+
+    @property
+    def reader(self) -> Sighting:
+        """What the experts are called with, if with all of it: what counts is what they do."""
+        if self.name is not self._first:
+            return self.name
+        used = (s for s in self.sightings if s.reading.is_input and s.choice.weights is not None)
+        return next((s for s in used if s.choice.num_tokens == self.name.choice.num_tokens), self.name)
+
+    @property
+    def num_experts(self) -> int | None:
+        said = (s.num_experts for s in (self.name, *self.sightings))
+        stacked = (num_stacked(s.module) for s in self.sightings if s.reading.is_input)
+        return next((number for number in itertools.chain(said, stacked) if number is not None), None)
 
 
 def select_routers(
@@ -190,7 +318,7 @@ def select_routers(
     return tuple((p, module) for p, module in named if any(matches(p, glob) for glob in globs))
 
 
-def known_routers(model: nn.Module, routers: Any) -> tuple[tuple[Router, nn.Module], ...] | None:
+def known_routers(model: nn.Module, routers: Any) -> tuple[tuple[str, nn.Module], ...] | None:
     """The modules of `routers`, if that is what `find_routers` returns; else None.
 
     Raises:
@@ -207,72 +335,7 @@ def known_routers(model: nn.Module, routers: Any) -> tuple[tuple[Router, nn.Modu
         raise ValueError(
             f"routers= names {', '.join(missing)}, the model has the modules {some_paths(model)}"
         )
-    return tuple((router, modules[router.path]) for router in known)
-
-
-def _find_choice(module: nn.Module, output: Any) -> Choice | None:
-    """The choice in a router's output, or None if there is none to be seen."""
-    tensors = list(_tensors(output))
-    for ids in tensors:
-        if ids.dtype not in INDEX_DTYPES or ids.dim() < 2:
-            continue
-        weights, num_experts = _weights(tensors, ids), _num_experts(module, tensors, ids)
-        if weights is not None and num_experts is not None and 0 < ids.shape[-1] < num_experts:  # else a mask
-            return Choice(ids, weights, num_experts)
-    return None
-
-
-def _read_named(module: nn.Module, output: Any, indices: Callable[[Any], Tensor] | None) -> Choice:
-    """The choice in the output of a module that is known to be a router."""
-    if indices is None:
-        choice = _find_choice(module, output)
-        if choice is None:
-            raise ValueError(
-                f"router {type(module).__name__} returned {_describe(output)}, where no expert ids can be "
-                "seen: pass indices=, a function from that to ids [..., K]. If they are there, but no logits "
-                "[..., E], give it an attribute num_experts"
-            )
-        return choice
-    tensors, ids = list(_tensors(output)), _checked_ids(indices(output))
-    num_experts = _num_experts(module, tensors, ids)
-    if num_experts is None:
-        raise ValueError(
-            f"cannot see the number of experts of router {type(module).__name__}, which returned "
-            f"{_describe(output)}: give it an attribute num_experts, or return its logits [..., E], too"
-        )
-    return Choice(ids, _weights(tensors, ids), num_experts)
-
-
-def _checked_ids(ids: Any) -> Tensor:
-    if not isinstance(ids, Tensor) or ids.dtype not in INDEX_DTYPES:
-        kind = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
-        raise TypeError(f"indices= must return an int32 or int64 tensor of expert ids, got {kind}")
-    if ids.dim() < 2 or ids.shape[-1] == 0:
-        raise ValueError(f"indices= must return ids of shape [..., K], got {list(ids.shape)}")
-    return ids
-
-
-def _weights(tensors: list[Tensor], ids: Tensor) -> Tensor | None:
-    """The float tensor of the shape of `ids`, if there is one."""
-    return next((t for t in tensors if t.is_floating_point() and t.shape == ids.shape), None)
-
-
-def _num_experts(module: nn.Module, tensors: list[Tensor], ids: Tensor) -> int | None:
-    """The width of the logits beside `ids`; of several, the first, or the one that the module confirms.
-
-    Without logits it is what the module says; and if that is K, then `ids` are no ids but a mask.
-    """
-    wider = [t for t in tensors if t.is_floating_point() and t.dim() >= 2 and t.shape[-1] > ids.shape[-1]]
-    widths = [t.shape[-1] for t in wider if prod(t.shape[:-1]) == prod(ids.shape[:-1])]
-    said = _says_num_experts(module)
-    if said in widths or said == ids.shape[-1] or not widths:
-        return said
-    return widths[0]
-
-
-def _says_num_experts(module: nn.Module) -> int | None:
-    said = getattr(module, "num_experts", None)
-    return said if isinstance(said, int) and not isinstance(said, bool) and said > 0 else None
+    return tuple((router.path, modules[router.path]) for router in known)
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
@@ -280,25 +343,3 @@ def _same(a: Tensor, b: Tensor) -> bool:
     if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():  # views know no base there
         return a.data_ptr() == b.data_ptr()
     return (a if a._base is None else a._base) is (b if b._base is None else b._base)
-
-
-def _describe(output: Any) -> str:
-    """Dtypes and shapes of what a module returned, in one line."""
-    parts = [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in _tensors(output)]
-    return f"({', '.join(parts)})" if parts else type(output).__name__
-
-
-def _tensors(output: Any) -> Iterator[Tensor]:
-    if isinstance(output, Tensor):
-        yield output
-    else:
-        for value in _parts(output):
-            yield from _tensors(value)
-
-
-def _parts(output: Any) -> Iterable[Any]:
-    if isinstance(output, Mapping):
-        return output.values()
-    if is_dataclass(output) and not isinstance(output, type):
-        return [getattr(output, field.name) for field in fields(output)]
-    return output if isinstance(output, tuple | list) else ()

@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from veofunc.offload.ahead import ReadAhead
-from veofunc.offload.functional.levels import (
+from veofunc.levels import (
     alive,
     in_forward_mode,
     is_last,
@@ -30,6 +29,7 @@ from veofunc.offload.functional.levels import (
     plain_of,
     requires_grad,
 )
+from veofunc.offload.ahead import ReadAhead
 from veofunc.offload.functional.pure import PureCall, pure_call
 from veofunc.offload.functional.watch import Refusal, version_of
 from veofunc.offload.layout import Layout, is_plain

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from veofunc.offload.functional.levels import get_unwrapped, is_functorch_wrapped_tensor, plain_of
+from veofunc.levels import get_unwrapped, is_functorch_wrapped_tensor, plain_of
 
 __all__ = ["Refusal", "Watch", "changed", "storage_of", "version_of"]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.func import grad, jvp, vjp, vmap
 
-from veofunc.offload.functional.levels import (
+from veofunc.levels import (
     alive,
     get_unwrapped,
     in_forward_mode,
