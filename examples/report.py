@@ -42,6 +42,7 @@ def make_log(out: Path, bar: tqdm, *, tokens_per_step: int) -> Callable:
         caption = f"steps {window.first_step}-{window.last_step}"
         figures = {
             "router_heatmap": vf.router_heatmap(window.obs, objective.routers, caption=caption),
+            "router_violation": vf.router_plot((line["step"], line) for line in history),
             "channel_loss": vf.channel_plot((line["step"], line) for line in history),
         }
         sink(metrics, step, figures=figures)
