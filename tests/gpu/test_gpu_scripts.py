@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from tests.gpu import offload
+from tests.gpu import no_sync, offload
 
 TINY = "--device cpu --rounds 1 --width 16 --layers 2 --heads 2 --batch 2 --tokens 8 --dtype float32"
 
@@ -21,6 +21,12 @@ def test_the_rehearsal_checks_and_measures_every_variant(capsys):
     ratios = [float(ratio) for ratio in re.findall(r" ([\d.naif]+)x ", out)]
     assert len(ratios) == 12
     assert all(math.isfinite(ratio) and ratio > 0 for ratio in ratios)
+
+
+def test_the_rehearsal_of_steps_without_synchronisation_checks_every_loss(capsys):
+    no_sync.main(["--device", "cpu"])
+    out = capsys.readouterr().out
+    assert out == "checked on cpu: output, output, deterministic, intercept, pair, router\n"
 
 
 def test_gradients_that_differ_are_an_error():
