@@ -54,6 +54,7 @@ class Transformed:
         call: what runs instead of `fn`, with the same arguments.
         model: the module that `fn` runs, if the transform knows it.
         observes: name under which the transform writes into `obs`; None for a strategy transform.
+        takes: names of keyword arguments that `call` takes, whether `fn` has them or not.
         exposes: attribute name to a function that gives its value.
 
     Raises:
@@ -68,13 +69,14 @@ class Transformed:
         *,
         model: nn.Module | None = None,
         observes: str | None = None,
+        takes: Iterable[str] = (),
         exposes: Mapping[str, Callable[[], Any]] | None = None,
     ):
         functools.update_wrapper(self, fn, updated=())
         self.__name__ = name_of(fn)
         self.observes = _extend(_observed_names(fn), observes)
         self.model = model
-        self._transform = transform
+        self._transform, self._takes = transform, frozenset(takes)
         self._call = call
         self._exposes = {**getattr(_transparent(fn), "_exposes", {}), **(exposes or {})}
 
@@ -233,7 +235,8 @@ def module_hooks(
         return threading.get_ident() != thread or torch._C._current_graph_task_id() != task
 
     # `module` is the one that was asked for; what runs may be a copy that shares its hooks.
-    def pre_hook(module, running, args, kwargs):
+    # PyTorch adds a hook first and then notes that it takes `kwargs`: another thread may come in between.
+    def pre_hook(module, running, args, kwargs=None):
         if not elsewhere():
             cast(Callable, before)(module, args, kwargs)
 
@@ -347,8 +350,10 @@ def name_of(fn: Callable) -> str:
 
 
 def has_parameter(fn: Callable | None, name: str) -> bool:
-    """Whether `fn`, or what it wraps, has a parameter of that name."""
+    """Whether `fn`, or what it wraps, has a parameter of that name, or is a transform that takes it."""
     while fn is not None:
+        if isinstance(fn, Transformed) and name in fn._takes:
+            return True
         fn = bare_module(fn).forward if isinstance(fn, nn.Module) else fn
         try:
             if name in inspect.signature(fn).parameters:

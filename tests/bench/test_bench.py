@@ -7,16 +7,21 @@ import numpy as np
 import pytest
 import torch
 
-from tests.bench import channel, measure, offload
+from tests.bench import channel, measure, offload, router
 from tests.bench.__main__ import ENTRIES, main
 
 TINY = {
     "offload": "--width 16 --layers 2 --heads 2 --batch 1 --tokens 8 --inflight 1 --threads 1",
     "channel": "--tokens 256 --documents 4 --hidden 8 --vocabulary 2048 --threads 1",
-    "router": "--width 16 --layers 1 --experts 4 --batch 1 --tokens 8",
+    "router": "--tokens 64 --hidden 16 --experts 16 --batch 1 --length 8",
     "checkpoint": "--megabytes 1 --tensors 3",
 }
-NUM_ROWS = {"offload": 8, "channel": len(channel.names()[0]), "router": 2 + 4, "checkpoint": 5 + 4}
+NUM_ROWS = {
+    "offload": 8,
+    "channel": len(channel.names()[0]),
+    "router": len(router.names()) + len(router.names()[2:]),  # steps, and what those with a monitor add
+    "checkpoint": 5 + 4,
+}
 
 
 @pytest.mark.parametrize("name", ENTRIES)
@@ -164,4 +169,42 @@ def test_loss_goals_compare_each_route_with_its_own_loss_and_one_pass_with_plain
     assert verdicts == [
         *("met", "met", "missed", "met", "missed", "missed", "met", "met"),
         *("met", "missed"),
+    ]
+
+
+def test_router_bench_has_a_row_for_every_variant_or_says_that_it_has_none_and_goals(capsys):
+    main(["router", "--rounds", "1", *TINY["router"].split()])
+    out = capsys.readouterr().out
+    for name in router.countings(torch.zeros(1, 16)):
+        assert re.search(rf"^{re.escape(name)} +-?[\d.]+%$", out, re.MULTILINE)
+    for name in (router.PLAIN, router.AGAIN, *router.MONITORS):
+        timed = len(re.findall(rf"^{re.escape(name)} .*x$", out, re.MULTILINE))
+        assert timed == (0 if f"left out: {name}" in out else 2 if name in router.MONITORS else 1)
+    assert len(re.findall(r"^(?:met|missed) .*, at most ", out, re.MULTILINE)) == 1 + 2
+
+
+def test_monitors_that_count_otherwise_or_nothing_are_an_error():
+    one, two, none = (np.full((2, 4), fill) for fill in (1, 2, 0))
+    router.require_same_counts({"first": one, "same": one.copy()})
+    with pytest.raises(RuntimeError, match=r"those of 'first'.*\['other'\]"):
+        router.require_same_counts({"first": one, "same": one, "other": two})
+    with pytest.raises(RuntimeError, match="not all 0"):
+        router.require_same_counts({"first": none, "same": none})
+
+
+def test_router_goals_compare_counting_with_the_matmul_and_the_step_with_plain():
+    def row(seconds, added=0.0):
+        return [{"CPU s": seconds, "added s": added}]
+
+    of_layer = {
+        64: {router.MATMUL: row(10.0), router.OURS: row(0.06)},
+        128: {router.MATMUL: row(20.0), router.OURS: row(0.06)},
+    }
+    of_step = {router.PLAIN: row(10.0), router.OURS: row(10.2, added=0.02)}
+    goals = [re.split(r"  +|, at most ", line) for line in router.goals(of_layer, of_step)]
+    assert [(goal[0], *goal[2:]) for goal in goals] == [
+        ("missed", "0.0060", "0.005"),
+        ("met", "0.0030", "0.005"),
+        ("met", "0.0020", "0.010"),
+        ("missed", "1.0200", "1.010"),
     ]

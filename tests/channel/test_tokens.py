@@ -400,6 +400,7 @@ def test_works_under_vmap_of_grad(fn):
 )
 def test_no_route_waits_for_the_device(route, fn):
     objective, batch = vf.with_channel_loss(fn, C), make()
+    objective(batch)  # the first call looks closer
     with NoSync():
         objective(batch)
 
@@ -557,3 +558,53 @@ def test_tensors_that_make_losses_in_their_own_way_are_left_alone():
         vf.with_channel_loss(F.cross_entropy, C, per_token="intercept")(
             logits, labels, channel=torch.zeros(4, dtype=torch.int64)
         )
+
+
+def test_a_loss_of_picked_tokens_needs_ids_that_are_picked_as_they_are():
+    batch = make()
+    kept = torch.ones(B, T, dtype=torch.bool)
+    kept[0, :B] = False  # as many as there are rows
+
+    def picked(batch):
+        return F.cross_entropy(logits_of(batch)[kept], batch["labels"][kept])
+
+    for options in ({}, {"per_token": "intercept"}):
+        with pytest.raises(
+            ValueError, match="as many as if it left out the first of each row, but they are others"
+        ):
+            vf.with_channel_loss(picked, C, **options)(batch)
+    _, obs = vf.with_channel_loss(picked, C)(batch, channel=batch["channel"][kept])
+    _, expected = vf.with_channel_loss(mean, C)(batch | {"labels": batch["labels"].masked_fill(~kept, -100)})
+    torch.testing.assert_close(obs["channel"].to_dict(), expected["channel"].to_dict())
+
+
+class Plain(nn.Module):
+    """As Hugging Face's models: takes no ids, and passes on what it does not know."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = subject.make_model().eval()
+
+    def forward(self, input_ids, labels, **kwargs):
+        assert not kwargs
+        return F.cross_entropy(self.model(input_ids).mT, labels)
+
+
+@pytest.mark.parametrize("inner", ["channel", "router"])
+def test_ids_by_keyword_reach_every_transform_and_not_the_model(inner):
+    batch, model = subject.make_batch(), Plain()
+    wraps = {
+        "channel": lambda fn: vf.with_channel_loss(fn, subject.CHANNELS, channel_key="source"),
+        "router": lambda fn: vf.monitor_router(
+            fn, model=model, by_channel="source", channels=subject.CHANNELS, mask="keep"
+        ),
+    }
+    (outer,) = {*wraps} - {inner}
+    keep = batch["labels"] != -100
+    objective = wraps[outer](vf.offload(wraps[inner](model), vf.policies.nothing))
+    for _ in range(2):
+        _, obs = objective(
+            input_ids=batch["tokens"], labels=batch["labels"], source=batch["channel"], keep=keep
+        )
+        assert obs["channel", "token_count"].sum() > 0
+        assert obs["router", "tokens"].tolist() == [int(keep.sum())] * 2

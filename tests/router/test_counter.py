@@ -26,11 +26,11 @@ class Router(nn.Module):
 
 
 class Masking(Router):
-    """Shows its choice as a mask, in which the first expert has room for one token only."""
+    """Shows its first choice as a mask, in which expert 0 has room for one token only."""
 
     def forward(self, x):
         logits, _, ids = super().forward(x)
-        mask = nn.functional.one_hot(ids, logits.shape[-1]).sum(-2)
+        mask = nn.functional.one_hot(ids[..., 0], logits.shape[-1])
         first = mask[..., 0].cumsum(0) * mask[..., 0]
         mask[..., 0] = (first == 1).long()
         return logits, mask
@@ -112,7 +112,7 @@ def test_slots_without_room_at_their_expert_are_dropped():
     model, batch = Model((Masking, Masking)), make()
     obs = vf.monitor_router(of_batch(model), model=model)(batch)[1]["router"]
     slots = torch.tensor(loads(model, batch, lambda token: 1)).sum(-1)
-    assert obs["dropped"].tolist() == (B * T * K - slots).tolist()
+    assert obs["dropped"].tolist() == (B * T - slots).tolist()
     assert (obs["dropped"] > 0).any()
 
 
@@ -156,10 +156,22 @@ def test_a_mask_may_be_given_in_every_way(wrap, call, mask):
 
 @pytest.mark.parametrize("option", [{"mask": "few"}, {"by_channel": "few", "channels": 2}])
 def test_routers_that_see_another_number_of_tokens_are_not_guessed(option):
-    model, batch = Model(), make() | {"few": torch.ones(B, T - 1).long()}
-    obs = vf.monitor_router(of_batch(model), model=model, **option)(batch)[1]["router"]
+    model, batch = Model(), make()
+    monitored = vf.monitor_router(of_batch(model), model=model, **option)
+    with pytest.raises(ValueError, match=r"must have one value for each token.* 8 values.*routers\.0 10"):
+        monitored(batch | {"few": torch.ones(B, T - 1).long()})
+    monitored(batch | {"few": torch.ones(B, T).long()})
+    obs = monitored(batch | {"few": torch.ones(B, T - 1).long()})[1]["router"]
     assert obs["unattributed_tokens"].tolist() == [B * T, B * T]
     assert obs["tokens"].tolist() == [0, 0] and not obs["tokens_per_expert"].any()
+
+
+def test_one_channel_per_row_is_spread_over_tokens_not_over_features():
+    model = Model()
+    monitored = vf.monitor_router(model, by_channel="source", channels=2)
+    x = torch.randn(7, D)
+    obs = monitored(x, source=torch.tensor([0, 1, 1, 0, 1, 0, 0]))[1]["router"]
+    assert obs["tokens_per_expert_by_channel"].sum((1, 2)).tolist() == [2 * 4 * K, 2 * 3 * K]
 
 
 def test_extras_equal_loops_over_tokens():
@@ -274,5 +286,9 @@ def test_what_a_call_does_not_give_is_refused_at_once():
         vf.monitor_router(of_batch(model), model=model, mask="nothing")(batch)
     with pytest.raises(TypeError, match=r"by_channel must give an integer tensor, got torch\.float32"):
         vf.monitor_router(of_batch(model), model=model, by_channel="x")(batch)
+    with pytest.raises(
+        TypeError, match=r"mask must give a bool or integer tensor, got torch\.float32.*where it is 0"
+    ):
+        vf.monitor_router(of_batch(model), model=model, mask=lambda batch: batch["mask"].float().log())(batch)
     with pytest.raises(TypeError, match="mask must give a tensor, got list"):
         vf.monitor_router(of_batch(model), model=model, mask=lambda batch: [1])(batch)

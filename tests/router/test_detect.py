@@ -573,3 +573,111 @@ def test_before_the_first_call_routers_say_how_to_know_them():
 def test_indices_must_be_a_function():
     with pytest.raises(TypeError, match="indices must be a function"):
         vf.monitor_router(Gates(Gate(usual)), routers="gates.*", indices="ids")
+
+
+class CalledWithIds(nn.Module):
+    """Is called with rows, ids and weights, as the experts of most models."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(4, 6, 6))
+
+    def forward(self, x, ids, weights):
+        return x * weights.sum(-1, keepdim=True)
+
+
+class MixtureOf(nn.Module):
+    """Runs `body(self, x)` on its gates and experts."""
+
+    def __init__(self, body, num=1):
+        super().__init__()
+        self.gates = nn.ModuleList(Gate(usual, 4) for _ in range(num))
+        self.first, self.second = CalledWithIds(), CalledWithIds()
+        self.body = body
+
+    def forward(self, x):
+        return self.body(self, x)
+
+
+def counts_by_hand(model, i, x):
+    ids = model.gates[i](x)[2].tolist()
+    return [sum(row.count(expert) for row in ids) for expert in range(4)]
+
+
+def overwritten(model, x):
+    _, weights, ids = model.gates[0](x)
+    y = model.first(x, ids, weights)
+    ids.fill_(0)
+    weights.detach().zero_()
+    return y
+
+
+def with_shared_experts(model, x):
+    n = len(x)
+    shared = model.second(x, torch.zeros(n, 1).long(), torch.ones(n, 1))
+    _, weights, ids = model.gates[0](x)
+    return shared + model.first(x, ids, weights)
+
+
+def two_of_each(model, x):
+    (_, w0, ids0), (_, w1, ids1) = model.gates[0](x), model.gates[1](x)
+    return model.first(x, ids0.clone(), w0) + model.second(x, ids1.clone(), w1)
+
+
+@pytest.mark.parametrize(
+    ("body", "num"), [(overwritten, 1), (with_shared_experts, 1), (two_of_each, 2)], ids=lambda x: str(x)
+)
+def test_each_call_counts_the_choice_that_the_experts_are_called_with(body, num):
+    model = MixtureOf(body, num)
+    monitored = vf.monitor_router(model)
+    for _ in range(2):
+        load = monitored(ROWS)[1]["router", "tokens_per_expert"].tolist()
+        expected = [counts_by_hand(model, i, ROWS) for i in range(num)]
+        assert [row for row in load if sum(row) == 5 * 2][:num] == expected
+
+
+class Attention(nn.Module):
+    """Returns what a choice among tokens looks like."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.project = kind, nn.Linear(6, 6)
+
+    def forward(self, x):
+        x = self.project(x)
+        scores = (x @ x.mT).softmax(-1)  # [T, T]
+        if self.kind == "window":
+            return scores, (torch.arange(len(x))[:, None] - torch.arange(len(x))).abs() < 2
+        if self.kind == "top-k":
+            values, ids = scores.topk(2)
+            return scores, values, ids
+        return scores, torch.diag_embed(scores.diagonal())
+
+
+@pytest.mark.parametrize("kind", ["window", "top-k", "diagonal"])
+def test_a_choice_among_tokens_is_no_routing(kind):
+    with pytest.raises(ValueError, match="no router found"):
+        vf.find_routers(nn.Sequential(Attention(kind)), ROWS)
+
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention, self.gate = Attention(kind), Gate(usual, 4)
+
+        def forward(self, x):
+            self.attention(x)
+            return self.gate(x)
+
+    monitored = vf.monitor_router(Both())
+    for num_tokens in (5, 3):
+        assert routed(monitored(ROWS[:num_tokens])[1]) == [2 * num_tokens]
+    assert monitored.routers == (("gate", 4, 2),)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler's own
+def test_a_module_that_was_replaced_by_a_compiled_one_is_looked_into():
+    model = Gates(Gate(usual, 4))
+    model.gates[0] = torch.compile(model.gates[0], backend="eager")
+    monitored = vf.monitor_router(model)
+    for _ in range(2):
+        assert routed(monitored(ROWS)[1]) == [10]

@@ -705,7 +705,11 @@ def test_a_model_that_the_function_does_not_run_is_an_error():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"routers": "layers.*"}, ValueError, r"router Block returned \(float32\[9, 6\]\).*pass indices="),
+        (
+            {"routers": "layers.*"},
+            ValueError,
+            r"router layers.0 .Block. returned \(float32\[9, 6\]\).*pass indices=",
+        ),
         (
             {"routers": "*.*.router", "indices": lambda output: output[1]},
             TypeError,
@@ -768,3 +772,16 @@ def test_wrong_option_is_refused_when_the_transform_is_made(fn, options, error, 
 def test_without_aux_has_aux_is_refused():
     with pytest.raises(TypeError, match=r"has_aux=True says that Model returns \(out, aux\), got Tensor"):
         vf.monitor_router(Model(), has_aux=True)(make_x())
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler's own
+def test_compiled_code_that_was_made_outside_of_the_call_is_not_watched_and_that_is_said():
+    torch.compiler.reset()
+    model, x = torch.compile(Model(), backend="eager"), make_x()
+    monitored = vf.monitor_router(model)
+    assert monitored(x)[1]["router", "tokens"].tolist() == [9] * 3
+    model(x)
+    with pytest.warns(UserWarning, match=r"saw no router in this call.*torch\.compiler\.reset\(\)"):
+        monitored(x)
+    torch.compiler.reset()
+    assert monitored(x)[1]["router", "tokens"].tolist() == [9] * 3

@@ -16,6 +16,7 @@ from veofunc.channel.intercept import Seen, seeing_cross_entropies
 from veofunc.channel.tokens import (
     Ran,
     Tokens,
+    check_labels,
     check_reduction,
     loss_of,
     recognised,
@@ -104,7 +105,7 @@ def with_channel_loss(
     caller = Caller(loss_fn, channel_key, label_key)
     if per_token == "reduction" and caller.reduction is None:
         raise ValueError(f"per_token='reduction', but {name_of(loss_fn)} has no argument 'reduction'")
-    known = per_token
+    known, is_first = per_token, True
 
     def run(route: str, args: tuple, kwargs: dict) -> tuple[Ran, TensorDictBase]:
         asked = "none"
@@ -115,7 +116,7 @@ def with_channel_loss(
         return Ran(route, out, calls, asked), obs
 
     def call(*args, **kwargs):
-        nonlocal known
+        nonlocal known, is_first
         kwargs, batch = caller.read(args, kwargs)
         ran, obs = run(known, args, kwargs)
         if ran.route == "auto":
@@ -127,11 +128,21 @@ def with_channel_loss(
             if not torch.compiler.is_compiling():
                 known = route
         tokens = token_losses(ran, batch, ignore_index, loss_fn)
+        if is_first and ran.route == "intercept":
+            check_labels(ran, batch)
+        is_first = is_first and torch.compiler.is_compiling()
         more = _more(extras, ran, tokens, token_bytes, loss_fn)
         sums = _sums(tokens, num_channels, more, deterministic)
         return loss_of(ran, tokens, reduction), merge_obs(obs, "channel", sums)
 
-    return Transformed("with_channel_loss", loss_fn, call, observes="channel", exposes={"channels": names})
+    return Transformed(
+        "with_channel_loss",
+        loss_fn,
+        call,
+        observes="channel",
+        takes={"channel", channel_key},
+        exposes={"channels": names},
+    )
 
 
 def channel_sums(

@@ -17,6 +17,7 @@ from veofunc.transform import name_of
 __all__ = [
     "Ran",
     "Tokens",
+    "check_labels",
     "check_reduction",
     "loss_of",
     "recognised",
@@ -82,7 +83,9 @@ class Tokens:
     @classmethod
     def seen(cls, call: Seen, batch: Batch) -> Tokens:
         """Those of a cross entropy that was seen inside."""
-        ids = batch.channel if batch.labels is None else per_token(batch.channel, batch.labels)
+        ids = batch.channel
+        if batch.labels is not None and ids.numel() != call.labels.numel():
+            ids = per_token(ids, batch.labels)
         channel = aligned(ids, call.labels.shape)
         if channel is None or (batch.labels is None and ids.numel() != channel.numel() and ids.dim() == 1):
             raise ValueError(
@@ -172,6 +175,24 @@ def check_reduction(
             f"{name_of(fn)} with reduction={ran.asked!r} returned {whole.item():.6g}, but the {ran.asked} of "
             f"what it returned with 'none' is {loss.item():.6g}. Return (loss, token_loss) and name "
             "per_token='pair'"
+        )
+
+
+def check_labels(ran: Ran, batch: Batch) -> None:
+    """Compares the labels of a loss that leaves out one of each row with those of the batch.
+
+    Raises:
+        ValueError: it leaves out others, as many by chance.
+    """
+    labels, known = ran.calls[0].labels, batch.labels
+    if known is None or batch.channel.numel() == labels.numel() or labels.numel() == known.numel():
+        return
+    following = aligned(known.long(), labels.shape, following=True)
+    unread = torch.compiler.is_compiling() or any(map(is_functorch_wrapped_tensor, (labels, known)))
+    if following is not None and not unread and not torch.equal(following, labels):
+        raise ValueError(
+            f"the loss has {labels.numel()} labels, as many as if it left out the first of each row, but "
+            "others: pass channel ids that are picked as its labels are, one for each"
         )
 
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch._C._autograd import _saved_tensors_hooks_get_disabled_error_message as why_hooks_are_forbidden
 
+from veofunc.compiling import compiled_modules
 from veofunc.offload import policies
 from veofunc.offload.ahead import ReadAhead
 from veofunc.offload.call import Call, Settings
-from veofunc.offload.compiled.modules import compiled_modules
 from veofunc.offload.compiled.partition import CompiledBlocks
 from veofunc.offload.compiled.regions import why_little_gained
 from veofunc.offload.functional.blockwise import run_under_torch_func

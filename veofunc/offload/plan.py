@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from veofunc.compiling import as_written
 from veofunc.offload.call import Settings
-from veofunc.offload.compiled.modules import as_written
 from veofunc.offload.dry import dry_run
 from veofunc.offload.offload import make_settings
 from veofunc.offload.saved import Fate, SavedTensor

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from tensordict import TensorDict
 from torch import Tensor, nn
 
+from veofunc.levels import is_functorch_wrapped_tensor
 from veofunc.router.detect import Found
 from veofunc.router.patterns import Choice, Sighting, rows
 from veofunc.transform import module_hooks
@@ -19,6 +20,7 @@ from veofunc.transform import module_hooks
 __all__ = ["EXTRAS", "OF_LOGITS", "Counter", "Tokens"]
 
 OF_LOGITS = ("probabilities", "entropy", "z")
+PACK = 1 << 26
 EXTRAS = (*OF_LOGITS, "coactivation", "batch_max_vio")
 
 
@@ -35,6 +37,10 @@ class Tokens:
     mask: Tensor | None = None
     channel: Tensor | None = None
     num_channels: int = 0
+
+    @property
+    def given(self) -> bool:
+        return self.mask is not None or self.channel is not None
 
     def fits(self, num_tokens: int) -> bool:
         """Whether they are about so many tokens."""
@@ -53,6 +59,7 @@ class Counter:
     ):
         self.found, self.tokens, self.extras, self.probabilities = found, tokens, extras, probabilities
         self.layers: list[dict[str, Tensor]] = [{} for _ in found]
+        self.seen: list[str] = []  # routers and the numbers of tokens that they saw, where these do not fit
         self.inputs = {each.module: i for i, each in enumerate(found) if each.reading.is_input}
         self.outputs = {each.module: i for i, each in enumerate(found) if not each.reading.is_input}
         self.logits = {each.logits[0]: i for i, each in enumerate(found) if probabilities}
@@ -75,6 +82,17 @@ class Counter:
                 if self.probabilities and (sighting.module, sighting.reading) == found.logits:
                     self.add_logits(layer, sighting.choice)
 
+    def check_tokens(self) -> None:
+        """Refuses a mask or channels that are about another number of tokens than all routers saw."""
+        if any("tokens" in sums for sums in self.layers) or not any(self.layers):
+            return
+        sizes = {"mask": self.tokens.mask, "by_channel": self.tokens.channel}
+        given = ", ".join(f"{name} {x.numel()}" for name, x in sizes.items() if x is not None)
+        raise ValueError(
+            f"mask and by_channel must have one value for each token that a router sees, got {given} values, "
+            f"and no router saw so many tokens: {', '.join(self.seen)}"
+        )
+
     def _before(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         layer = self.inputs.get(module)
         if layer is not None:  # else a copy that was made in the call, hooks and all
@@ -93,11 +111,13 @@ class Counter:
         """A choice of `found[layer]`."""
         if choice is None:
             raise ValueError(
-                f"router {self.found[layer].router.path} shows its choice elsewhere than in the first call"
+                f"router {self.found[layer].router.path} shows its choice elsewhere than in the first call: "
+                "call it, or its experts, in one way, or say with routers= and indices= where to look"
             )
         num_tokens = choice.values.new_full((), choice.num_tokens, dtype=torch.int64)
-        if not self.tokens.fits(choice.num_tokens) or (choice.kind == "sizes" and self.tokens != Tokens()):
+        if not self.tokens.fits(choice.num_tokens) or (choice.kind == "sizes" and self.tokens.given):
             self._sum(layer, unattributed_tokens=num_tokens)
+            self.seen.append(f"{self.found[layer].router.path} {choice.num_tokens}")
             return
         mask = self.tokens.mask
         self._sum(layer, tokens=num_tokens if mask is None else mask.sum())
@@ -111,14 +131,15 @@ class Counter:
         if logits is None or not self.tokens.fits(rows(logits)):
             return
         logits = logits.reshape(-1, logits.shape[-1]).float()  # [N, E]
-        probabilities = logits if self.probabilities[layer] else logits.softmax(-1)
-        entropy = torch.special.entr(probabilities).sum(-1)
-        per_token = {"probabilities": probabilities, "entropy": entropy}
-        if "z" in self.extras:
-            per_token["z"] = logits.logsumexp(-1).square()
+        probabilities = logits if self.probabilities[layer] or self.extras == ("z",) else logits.softmax(-1)
+        per_token = {
+            "probabilities": lambda: probabilities,
+            "entropy": lambda: torch.special.entr(probabilities).sum(-1),
+            "z": lambda: logits.logsumexp(-1).square(),
+        }
         names = {"probabilities": "probability_sum", "entropy": "entropy_sum", "z": "z_sum"}
         for extra in set(self.extras) & set(per_token):
-            values, mask = per_token[extra], self.tokens.mask
+            values, mask = per_token[extra](), self.tokens.mask
             if mask is not None:
                 values = torch.where(mask.view(-1, *[1] * (values.dim() - 1)), values, 0)
             self._sum(layer, **{names[extra]: values.sum(0)})
@@ -127,26 +148,25 @@ class Counter:
         if choice.logits is not None:
             self._check_width(layer, choice.logits.shape[-1], num_experts)
         ids = choice.values.reshape(-1, choice.values.shape[-1]).long()  # [N, K]
-        unused = torch.zeros_like(ids, dtype=torch.bool)
-        if choice.weights is not None:
-            unused = (choice.weights == 0).reshape(ids.shape)
-        if self.tokens.mask is None:
-            ones = torch.ones_like(ids)
-        else:
-            ones = self.tokens.mask[:, None].expand(ids.shape).long()
-        width = 1 + num_experts  # column 0 is for ids that name no expert
-        column = torch.where((ids >= 0) & (ids < num_experts), ids + 1, 0)
-        slots = _scattered(column + unused * width, ones, 2 * width).view(2, width)
-        self._sum(layer, slots=slots)
-        load = torch.where(unused, 0, column)
+        weights = None if choice.weights is None else choice.weights.reshape(ids.shape)
+        column = ids.clamp(-1, num_experts).add_(1)  # the first and the last are for ids that name no expert
+        width = num_experts + 2
+        used, unused = _both(column, weights, self.tokens.mask, width)
+        dropped = used[0] + used[-1] + unused[0] + unused[-1]
+        self._sum(layer, load=used[1:-1], zero_weight=unused[1:-1], dropped=dropped)
+        if self.tokens.channel is None and "coactivation" not in self.extras:
+            return
+        load = column if weights is None else torch.where(weights == 0, 0, column)
+        mask = self.tokens.mask
+        ones = torch.ones_like(load) if mask is None else mask[:, None].expand(ids.shape).long()
         if self.tokens.channel is not None:
             slot = load + self.tokens.channel[:, None] * width
             by_channel = _scattered(slot, ones, (self.tokens.num_channels + 1) * width)
-            self._sum(layer, by_channel=by_channel.view(-1, width)[:-1, 1:])
+            self._sum(layer, by_channel=by_channel.view(-1, width)[:-1, 1:-1])
         if "coactivation" in self.extras:
             pairs = load[:, :, None] * width + load[:, None, :]  # [N, K, K]
             together = _scattered(pairs, ones[:, :, None].expand(pairs.shape), width * width)
-            self._sum(layer, coactivation=together.view(width, width)[1:, 1:])
+            self._sum(layer, coactivation=together.view(width, width)[1:-1, 1:-1])
 
     def _count_chosen(self, layer: int, choice: Choice, num_experts: int) -> None:
         """Of a mask, or of scores that are 0 where an expert is not chosen."""
@@ -154,36 +174,26 @@ class Counter:
         chosen = choice.values.reshape(-1, num_experts) != 0  # [N, E]
         if self.tokens.mask is not None:
             chosen = chosen & self.tokens.mask[:, None]
-        load, none = chosen.sum(0), chosen.new_zeros(num_experts, dtype=torch.int64)
-        dropped = load.new_zeros(1)
-        if choice.kind == "mask":  # rows without a 1 found no room at their expert
-            dropped = self._slots_of(layer, choice.num_tokens, load) - load.sum(0, keepdim=True)
-        slots = torch.stack([torch.cat([dropped, load]), torch.cat([torch.zeros_like(dropped), none])])
-        self._sum(layer, slots=slots)
+        load = chosen.sum(0)
+        self._sum(layer, load=load)
+        if choice.kind == "mask" and self.found[layer].router.top_k == 1:  # rows without a 1 found no room
+            counted = choice.num_tokens if self.tokens.mask is None else self.tokens.mask.sum()
+            self._sum(layer, dropped=counted - load.sum())
         if self.tokens.channel is not None:
-            zeros = chosen.new_zeros(self.tokens.num_channels + 1, num_experts, dtype=torch.int64)
+            zeros = load.new_zeros(self.tokens.num_channels + 1, num_experts)
             self._sum(layer, by_channel=zeros.index_add(0, self.tokens.channel, chosen.long())[:-1])
         if "coactivation" in self.extras:
             self._sum(layer, coactivation=(chosen.double().mT @ chosen.double()).long())
 
     def _count_sizes(self, layer: int, choice: Choice, num_experts: int) -> None:
         self._check_width(layer, len(choice.values), num_experts)
-        load = choice.values.long()
-        if choice.logits is not None:
-            load = load.to(choice.logits.device)
-        none = F.pad(torch.zeros_like(load), (1, 0))
-        self._sum(layer, slots=torch.stack([F.pad(load, (1, 0)), none]))
         if "coactivation" in self.extras:
             raise ValueError(
                 f"coactivation needs the experts of each token, router {self.found[layer].router.path} shows "
                 "only how many tokens each expert got"
             )
-
-    def _slots_of(self, layer: int, num_tokens: int, like: Tensor) -> Tensor:
-        counted = (
-            like.new_full((1,), num_tokens) if self.tokens.mask is None else self.tokens.mask.sum()[None]
-        )
-        return counted * self.found[layer].router.top_k
+        device = choice.values.device if choice.logits is None else choice.logits.device
+        self._sum(layer, load=choice.values.long().to(device))
 
     def _check_width(self, layer: int, width: int, num_experts: int) -> None:
         if width != num_experts:
@@ -201,14 +211,13 @@ class Counter:
         """`obs["router"]`."""
         width = max(found.router.num_experts for found in self.found)
         like = next((value for sums in self.layers for value in sums.values()), torch.zeros(()))
-        slots = self._stacked("slots", (2, 1 + width), like)  # [L, 2, 1 + E]
         sums = {
-            "tokens_per_expert": slots[:, 0, 1:].clone(),
-            "zero_weight": slots[:, 1, 1:].clone(),
+            "tokens_per_expert": self._stacked("load", (width,), like),
+            "zero_weight": self._stacked("zero_weight", (width,), like),
             "tokens": self._stacked("tokens", (), like),
-            "dropped": slots[:, :, 0].sum(-1),
+            "dropped": self._stacked("dropped", (), like),
         }
-        if self.tokens != Tokens():
+        if self.tokens.given:
             sums["unattributed_tokens"] = self._stacked("unattributed_tokens", (), like)
         if self.tokens.num_channels:
             shape = self.tokens.num_channels, width
@@ -242,6 +251,28 @@ class Counter:
         """That sum of all layers, [L, *shape]: those with fewer experts are filled up."""
         zeros = like.new_zeros(shape, dtype=dtype)
         return torch.stack([_filled(sums.get(name, zeros), shape) for sums in self.layers])
+
+
+def _both(column: Tensor, weights: Tensor | None, mask: Tensor | None, width: int) -> tuple[Tensor, Tensor]:
+    """How many slots with and without weight are in each column, [width] each, int64.
+
+    Where there is float64 one pass counts both, in its high and low bits, which hold `PACK` slots exactly.
+    """
+    if weights is None or column.numel() >= PACK or column.device.type == "mps" or _is_transformed(weights):
+        unused = torch.zeros_like(column) if weights is None else (weights == 0).long()
+        counted = torch.ones_like(column) if mask is None else mask[:, None].expand(column.shape).long()
+        none = _scattered(column, unused * counted, width)
+        return _scattered(column, counted, width) - none, none
+    packed = weights.to(torch.float64, copy=True).eq_(0).mul_(PACK - 1).add_(1)
+    if mask is not None:
+        packed = packed * mask[:, None]
+    both = packed.new_zeros(width).scatter_add(0, column.reshape(-1), packed.reshape(-1)).long()
+    return both % PACK, both // PACK
+
+
+def _is_transformed(weights: Tensor) -> bool:
+    """Whether a compiler or a transform of `torch.func` is at work, which has its own ways with memory."""
+    return torch.compiler.is_compiling() or is_functorch_wrapped_tensor(weights)
 
 
 def _scattered(slot: Tensor, ones: Tensor, num_slots: int) -> Tensor:

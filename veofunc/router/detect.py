@@ -21,6 +21,7 @@ from veofunc.router.patterns import (
     Reading,
     Sighting,
     describe,
+    equal_values,
     num_stacked,
     said_num_experts,
     seen_by,
@@ -112,7 +113,8 @@ class FirstLook:
         indices: Callable[[Any], Tensor] | None = None,
     ):
         self.model, self.named, self.indices = model, named, indices
-        self.modules = dict(model.named_modules())
+        # What `torch.compile` puts around a module may have no hooks while it compiles.
+        self.modules = {p: m for p, m in model.named_modules() if not hasattr(m, "_orig_mod")}
         self.paths = {module: path for path, module in self.modules.items()}
         self.sightings: list[Sighting] = []
         self.returned: dict[nn.Module, str] = {}  # what modules returned, in words
@@ -143,7 +145,7 @@ class FirstLook:
         """
         decisions = self._decisions()
         if self.named is None:
-            known = [decision for decision in decisions if decision.num_experts is not None]
+            known = [decision for decision in decisions if self._is_backed(decision)]
         else:
             known = [decision for _, module in self.named for decision in self._of_named(module, decisions)]
         if not known:
@@ -171,10 +173,22 @@ class FirstLook:
                 return
         if module in self.returned:
             raise ValueError(
-                f"router {type(module).__name__} returned {self.returned[module]}, where no expert ids can "
-                "be seen: pass indices=, a function from that to ids [..., K]. If they are there, but no "
-                "logits [..., E], give it an attribute num_experts"
+                f"router {self.paths[module]} ({type(module).__name__}) returned {self.returned[module]}, "
+                "where no expert ids can be seen: pass indices=, a function from that to ids [..., K]. If "
+                "they are there, but no logits [..., E], give it an attribute num_experts"
             )
+
+    def _is_backed(self, decision: _Decision) -> bool:
+        """Whether the model has something for each expert: the module says so, or a parameter is so wide.
+
+        Else it may be a choice among tokens, as of attention, or among words, as of a sampler.
+        """
+        module, number = decision.name.module, decision.num_experts
+        owner = self._owner(module)
+        if number is None or said_num_experts(module) or said_num_experts(owner):
+            return number is not None
+        owned = [] if owner is None else owner.parameters(recurse=owner is not self.model)
+        return any(number in p.shape for p in itertools.chain(module.parameters(), owned) if p.dim() > 1)
 
     def _decisions(self) -> list[_Decision]:
         """What was seen, each choice once."""
@@ -182,7 +196,10 @@ class FirstLook:
         for sighting in self.sightings:
             newest_first = [*reversed(decisions)]
             for belongs in (self._is_of_module, self._is_passed_on, self._is_used_beside):
-                of = next((decision for decision in newest_first if belongs(sighting, decision)), None)
+                those = [decision for decision in newest_first if belongs(sighting, decision)]
+                of = those[0] if those else None
+                if len(those) > 1 and belongs == self._is_used_beside:
+                    of = next((d for d in those if equal_values(d.name.choice, sighting.choice)), of)
                 if of is not None:
                     of.sightings.append(sighting)
                     break
@@ -202,7 +219,7 @@ class FirstLook:
         of_outputs = not sighting.reading.is_input
         for seen in decision.sightings:
             alike = of_outputs and type(seen.module) is type(sighting.module)  # routers may share their ids
-            if _same(sighting.choice.values, seen.choice.values) and not alike:
+            if _same(sighting.shown, seen.shown) and not alike:
                 return True
             if of_outputs and seen.module in around:
                 return True
@@ -241,7 +258,11 @@ class FirstLook:
 
     def _owner(self, module: nn.Module) -> nn.Module | None:
         path = self.paths[module]
-        return self.modules[path.rpartition(".")[0]] if path else None
+        while path:
+            path = path.rpartition(".")[0]
+            if path in self.modules:
+                return self.modules[path]
+        return None
 
     def _nothing_found(self) -> str:
         if self.named is not None:
@@ -282,7 +303,8 @@ class _Decision:
         if self.name is not self._first:
             return self.name
         used = (s for s in self.sightings if s.reading.is_input and s.choice.weights is not None)
-        return next((s for s in used if s.choice.num_tokens == self.name.choice.num_tokens), self.name)
+        of = (self.name.choice.num_tokens, self.name.top_k)
+        return next((s for s in used if (s.choice.num_tokens, s.top_k) == of), self.name)
 
     @property
     def num_experts(self) -> int | None:

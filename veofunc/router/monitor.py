@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -11,6 +12,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
+from veofunc.compiling import compiled_modules
 from veofunc.router.counter import EXTRAS, OF_LOGITS, Counter, Tokens
 from veofunc.router.detect import FirstLook, Found, Router, known_routers, select_routers
 from veofunc.router.patterns import are_probabilities
@@ -49,8 +51,8 @@ def monitor_router(
         mask: which tokens count, 0 or False on padding: the name of an argument, or of an entry of a mapping
             among the arguments, or a function of the arguments; one for each token that a router sees.
         by_channel: the channel of each token, int, in the same way; one per token, [B, T], or one per row,
-            [B], beside tokens or labels [B, T].
-        channels: C, or names: how many there are of them.
+            [B], beside tokens or labels [B, T]. Tokens of no channel are in no sum of one.
+        channels: C, names, or `Channels`: how many there are.
         extras: more sums: `"probabilities"`, `"entropy"` and `"z"` of the router's logits,
             `"coactivation"`, `"batch_max_vio"`.
         has_aux: `fn` returns `(out, aux)`.
@@ -115,6 +117,13 @@ def monitor_router(
             counter = Counter(found, tokens, extras, probabilities)
             with counter.counting():
                 out, obs = observed(*args, **kwargs)
+            if not any(counter.layers) and compiled_modules(fn, model):
+                warnings.warn(
+                    "monitor_router saw no router in this call. If they ran, it was in code that was compiled in "
+                    "a call outside of it, where nobody watched: call torch.compiler.reset(), and the wrapped "
+                    "function only, or compile what monitor_router returns",
+                    stacklevel=2,
+                )
         else:
             look = FirstLook(model, named, indices)
             with look.watching():
@@ -125,6 +134,7 @@ def monitor_router(
             probabilities = _kinds_of_logits(look, seen, extras)
             counter = Counter(seen, tokens, extras, probabilities)
             counter.count(look.sightings)
+            counter.check_tokens()
             found = seen
         return out, merge_obs(obs, "router", counter.sums())
 
@@ -138,8 +148,15 @@ def monitor_router(
             )
         return tuple(each.router for each in found)
 
-    exposes = {"routers": routers_found}
-    return Transformed("monitor_router", fn, call, model=model, observes="router", exposes=exposes)
+    return Transformed(
+        "monitor_router",
+        fn,
+        call,
+        model=model,
+        observes="router",
+        takes=[key for key in (mask, by_channel) if isinstance(key, str)],
+        exposes={"routers": routers_found},
+    )
 
 
 def _kinds_of_logits(look: FirstLook, seen: Sequence[Found], extras: Sequence[str]) -> list[bool]:
@@ -171,6 +188,11 @@ def _kinds_of_logits(look: FirstLook, seen: Sequence[Found], extras: Sequence[st
 def _tokens(args: tuple, kwargs: dict, mask: OfTokens, by_channel: OfTokens, num_channels: int) -> Tokens:
     """What the arguments of a call say of its tokens."""
     counted = _read("mask", mask, args, kwargs)
+    if counted is not None and counted.is_floating_point():
+        raise TypeError(
+            f"mask must give a bool or integer tensor, got {counted.dtype}: of one that is added to scores, "
+            "pass where it is 0"
+        )
     channel = _read("by_channel", by_channel, args, kwargs)
     if channel is not None:
         if channel.is_floating_point() or channel.dtype == torch.bool:
@@ -203,7 +225,8 @@ def _per_token(channel: Tensor, args: tuple, kwargs: dict) -> Tensor:
     if channel.dim() == 1:
         for holder in (*_mappings(args, kwargs), dict(enumerate(args))):
             for value in holder.values():
-                if isinstance(value, Tensor) and value.dim() == 2 and len(value) == len(channel):
+                is_tokens = isinstance(value, Tensor) and value.dim() == 2 and not value.is_floating_point()
+                if is_tokens and len(value) == len(channel):
                     return channel[:, None].expand(value.shape)
     return channel
 

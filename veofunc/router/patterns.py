@@ -13,7 +13,7 @@ By dtypes and shapes, and where they can be read by values; never by names. A ch
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ __all__ = [
     "Sighting",
     "are_probabilities",
     "describe",
+    "equal_values",
     "num_stacked",
     "rows",
     "said_num_experts",
@@ -119,6 +120,12 @@ def _choice(
     return Choice(kind, values, weights, logits, num_tokens)
 
 
+def _copied(choice: Choice) -> Choice:
+    """With a memory of its own: somebody may change the tensors before they are counted."""
+    weights = None if choice.weights is None else choice.weights.clone()
+    return replace(choice, values=choice.values.clone(), weights=weights)
+
+
 @dataclass(frozen=True, eq=False)
 class Sighting:
     """A choice that a call of a module showed.
@@ -126,7 +133,8 @@ class Sighting:
     Attributes:
         module: the module.
         reading: where it stands.
-        choice: what it is.
+        choice: what it is, as it was then.
+        shown: the tensor itself, by which it is known.
         num_experts: E; None if it does not show there.
         top_k: K.
     """
@@ -134,6 +142,7 @@ class Sighting:
     module: nn.Module
     reading: Reading | ByIndices
     choice: Choice
+    shown: Tensor
     num_experts: int | None
     top_k: int
 
@@ -166,13 +175,19 @@ def seen_by(indices: Callable[[Any], Tensor], module: nn.Module, output: Any) ->
     reading = ByIndices(indices, said_num_experts(module))
     choice = reading.choice(output)
     num_experts = _num_experts(_tensors(output), choice.values, reading.said)
-    return Sighting(module, reading, choice, num_experts, choice.values.shape[-1])
+    return Sighting(module, reading, _copied(choice), choice.values, num_experts, choice.values.shape[-1])
 
 
 def are_probabilities(logits: Tensor) -> bool:
     """Whether rows sum to 1, as those of logits do not; a first look at values."""
     logits = logits.detach()
     return _holds(lambda: (logits >= 0) & ((logits.sum(-1, keepdim=True) - 1).abs() < 1e-2))
+
+
+def equal_values(one: Choice, other: Choice) -> bool:
+    """Whether they are the same choice, by a look at values."""
+    a, b = one.values, other.values
+    return a.numel() == b.numel() and _holds(lambda: a.reshape(-1) == b.reshape(-1))
 
 
 def rows(tensor: Tensor) -> int:
@@ -196,7 +211,7 @@ def _sightings(module: nn.Module, shown: Any, found: Iterable[Found]) -> list[Si
     for reading, num_experts, top_k in found:
         choice = reading.choice(shown)
         if choice is not None:
-            sightings.append(Sighting(module, reading, choice, num_experts, top_k))
+            sightings.append(Sighting(module, reading, _copied(choice), choice.values, num_experts, top_k))
     return sightings
 
 
