@@ -119,9 +119,9 @@ def monitor_router(
                 out, obs = observed(*args, **kwargs)
             if not any(counter.layers) and compiled_modules(fn, model):
                 warnings.warn(
-                    "monitor_router saw no router in this call. If they ran, it was in code that was compiled in "
-                    "a call outside of it, where nobody watched: call torch.compiler.reset(), and the wrapped "
-                    "function only, or compile what monitor_router returns",
+                    "monitor_router saw no router in this call. If they ran, then in code that was compiled "
+                    "in a call outside of it, where nobody watched: call torch.compiler.reset(), and the "
+                    "wrapped function only, or compile what monitor_router returns",
                     stacklevel=2,
                 )
         else:
