@@ -674,6 +674,18 @@ def test_a_choice_among_tokens_is_no_routing(kind):
     assert monitored.routers == (("gate", 4, 2),)
 
 
+class Functional(nn.Module):
+    """Routes by logits that it is given, and says nothing of itself."""
+
+    def forward(self, logits):
+        weights, ids = logits.softmax(-1).topk(2)
+        return logits, weights, ids
+
+
+def test_a_router_may_have_no_parameters():
+    assert vf.find_routers(nn.Sequential(Functional()), torch.randn(5, 4)) == (("0", 4, 2),)
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler's own
 def test_a_module_that_was_replaced_by_a_compiled_one_is_looked_into():
     model = Gates(Gate(usual, 4))

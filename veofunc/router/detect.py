@@ -179,14 +179,16 @@ class FirstLook:
             )
 
     def _is_backed(self, decision: _Decision) -> bool:
-        """Whether the model has something for each expert: the module says so, or a parameter is so wide.
+        """Whether it is a choice among experts: of as many as a parameter is wide, or as the module says.
 
-        Else it may be a choice among tokens, as of attention, or among words, as of a sampler.
+        Ids are, unless they may be of tokens, as in attention.
         """
-        module, number = decision.name.module, decision.num_experts
+        module, number, choice = decision.name.module, decision.num_experts, decision.name.choice
         owner = self._owner(module)
         if number is None or said_num_experts(module) or said_num_experts(owner):
             return number is not None
+        if choice.kind == "ids" and number != choice.num_tokens:
+            return True
         owned = [] if owner is None else owner.parameters(recurse=owner is not self.model)
         return any(number in p.shape for p in itertools.chain(module.parameters(), owned) if p.dim() > 1)
 
