@@ -127,7 +127,7 @@ def countings(logits: Tensor) -> dict[str, Callable[[], Tensor]]:
     """Functions that count how often each expert is among the `TOP_K` best of `logits` [N, E], by name."""
     num_tokens, num_experts = logits.shape
     weights, ids = logits.softmax(-1).topk(TOP_K)
-    mask, channel = torch.ones(num_tokens, 1), torch.arange(num_tokens)[:, None] % CHANNELS
+    mask, channel = torch.ones(num_tokens, 1).bool(), torch.arange(num_tokens)[:, None] % CHANNELS
 
     def ours(**options) -> Callable[[], Tensor]:
         monitored = vf.monitor_router(nn.Sequential(Chosen((logits, weights, ids))), **options)
