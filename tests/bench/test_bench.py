@@ -13,7 +13,7 @@ from tests.bench.__main__ import ENTRIES, main
 TINY = {
     "offload": "--width 16 --layers 2 --heads 2 --batch 1 --tokens 8 --inflight 1 --threads 1",
     "channel": "--tokens 256 --documents 4 --hidden 8 --vocabulary 2048 --threads 1",
-    "router": "--tokens 64 --hidden 16 --experts 16 --batch 1 --length 8",
+    "router": "--tokens 64 --hidden 16 --experts 16 --batch 1 --length 16",
     "checkpoint": "--megabytes 1 --tensors 3",
 }
 NUM_ROWS = {
