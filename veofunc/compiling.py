@@ -13,15 +13,37 @@ from veofunc.transform import inside
 
 __all__ = ["as_written", "compiled_modules"]
 
-# The stance of the compiler is one for all threads: two that put back what they found must not overlap.
-one_at_a_time = threading.RLock()
+
+class _Uncompiled:
+    """How many want nothing to be compiled now. The stance of the compiler is one for all threads."""
+
+    def __init__(self):
+        self.lock, self.number, self.stance = threading.Lock(), 0, contextlib.ExitStack()
+
+    def more(self) -> None:
+        with self.lock:
+            if not self.number:
+                self.stance.enter_context(torch.compiler.set_stance("force_eager"))
+            self.number += 1
+
+    def fewer(self) -> None:
+        with self.lock:
+            self.number -= 1
+            if not self.number:
+                self.stance.close()
+
+
+uncompiled = _Uncompiled()
 
 
 @contextlib.contextmanager
 def as_written() -> Generator[None]:
     """While it lasts nothing is compiled, and what is compiled runs as it was written, in all threads."""
-    with one_at_a_time, torch.compiler.set_stance("force_eager"):
+    uncompiled.more()
+    try:
         yield
+    finally:
+        uncompiled.fewer()
 
 
 def compiled_modules(fn: Callable, model: nn.Module) -> set[nn.Module]:

@@ -785,3 +785,48 @@ def test_compiled_code_that_was_made_outside_of_the_call_is_not_watched_and_that
         monitored(x)
     torch.compiler.reset()
     assert monitored(x)[1]["router", "tokens"].tolist() == [9] * 3
+
+
+def compiled_graphs(run):
+    """How many graphs the compiler makes in `run()`."""
+    torch.compiler.reset()
+    graphs = []
+
+    def backend(graph, example_inputs):
+        graphs.append(graph)
+        return graph
+
+    run(backend)
+    return len(graphs)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler's own
+@pytest.mark.parametrize("known", [False, True])
+def test_blocks_that_are_compiled_one_by_one_share_their_code(known):
+    """Of more blocks than the compiler would compile anew."""
+    num_layers = torch._dynamo.config.recompile_limit + 4
+    model, x = Model(num_experts=(4,) * num_layers), make_x()
+    expected = expected_counts(model, x)
+    routers = vf.find_routers(model, x) if known else None
+
+    def run(backend):
+        for layer in model.layers:
+            layer.compile(backend=backend)
+        monitored = vf.monitor_router(model, routers=routers)
+        for _ in range(4):
+            assert_counts(monitored(x)[1], expected)
+
+    assert compiled_graphs(run) <= 2
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler's own
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # which the compiler uses
+def test_compiled_blocks_under_checkpoint_count_once_though_backward_is_inside():
+    torch.compiler.reset()
+    model = Model()
+    blocks = [torch.compile(layer, backend="aot_eager") for layer in model.layers]
+    model.run = lambda layers, x: recomputed(blocks, x)
+    step = backward_inside(model)
+    for seed in range(3):
+        x = make_x(seed).requires_grad_()
+        assert step(x)["router", "tokens"].tolist() == [9] * 3

@@ -57,160 +57,56 @@ class Counter:
         extras: Sequence[str] = (),
         probabilities: Sequence[bool] = (),
     ):
-        self.found, self.tokens, self.extras, self.probabilities = found, tokens, extras, probabilities
-        self.layers: list[dict[str, Tensor]] = [{} for _ in found]
-        self.seen: list[str] = []  # routers and the numbers of tokens that they saw, where these do not fit
-        self.inputs = {each.module: i for i, each in enumerate(found) if each.reading.is_input}
-        self.outputs = {each.module: i for i, each in enumerate(found) if not each.reading.is_input}
-        self.logits = {each.logits[0]: i for i, each in enumerate(found) if probabilities}
+        self.tokens, self.extras = tokens, extras
+        kinds = probabilities or [None] * len(found)
+        self.layers = [_Layer(each, tokens, extras, kind) for each, kind in zip(found, kinds, strict=True)]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no router was seen."""
+        return not any(layer.sums for layer in self.layers)
 
     @contextlib.contextmanager
     def counting(self) -> Generator[None]:
         """Counts what the routers choose while it lasts."""
-        with (
-            module_hooks(self.inputs, before=self._before),
-            module_hooks({**self.outputs, **self.logits}, after=self._after),
-        ):
+        with contextlib.ExitStack() as stack:
+            # Each has hooks of its own that look alike, so that compiled blocks can share their code.
+            for layer in self.layers:
+                found = layer.found
+                if found.reading.is_input:
+                    stack.enter_context(module_hooks([found.module], before=layer.before))
+                else:
+                    stack.enter_context(module_hooks([found.module], after=layer.after))
+                if layer.are_probabilities is not None:
+                    stack.enter_context(module_hooks([found.logits[0]], after=layer.after_logits))
             yield
 
     def count(self, sightings: Iterable[Sighting]) -> None:
         """Counts what a first look saw."""
-        for layer, found in enumerate(self.found):
+        for layer in self.layers:
             for sighting in sightings:
-                if sighting.module is found.module and sighting.reading == found.reading:
-                    self.add(layer, sighting.choice)
-                if self.probabilities and (sighting.module, sighting.reading) == found.logits:
-                    self.add_logits(layer, sighting.choice)
+                if sighting.module is layer.found.module and sighting.reading == layer.found.reading:
+                    layer.add(sighting.choice)
+                shows_logits = (sighting.module, sighting.reading) == layer.found.logits
+                if layer.are_probabilities is not None and shows_logits:
+                    layer.add_logits(sighting.choice)
 
     def check_tokens(self) -> None:
         """Refuses a mask or channels that are about another number of tokens than all routers saw."""
-        if any("tokens" in sums for sums in self.layers) or not any(self.layers):
+        if self.is_empty or any("tokens" in layer.sums for layer in self.layers):
             return
         sizes = {"mask": self.tokens.mask, "by_channel": self.tokens.channel}
         given = ", ".join(f"{name} {x.numel()}" for name, x in sizes.items() if x is not None)
+        saw = ", ".join(f"{layer.found.router.path} {layer.num_unfit}" for layer in self.layers if layer.sums)
         raise ValueError(
             f"mask and by_channel must have one value for each token that a router sees, got {given} values, "
-            f"and no router saw so many tokens: {', '.join(self.seen)}"
+            f"and no router saw so many tokens: {saw}"
         )
-
-    def _before(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        layer = self.inputs.get(module)
-        if layer is not None:  # else a copy that was made in the call, hooks and all
-            self.add(layer, self.found[layer].reading.choice((args, kwargs)))
-
-    def _after(self, module: nn.Module, output: Any) -> None:
-        layer = self.outputs.get(module)
-        if layer is not None:
-            self.add(layer, self.found[layer].reading.choice(output))
-        layer = self.logits.get(module)
-        if layer is not None:
-            self.add_logits(layer, self.found[layer].logits[1].choice(output))
-
-    @torch.no_grad()
-    def add(self, layer: int, choice: Choice | None) -> None:
-        """A choice of `found[layer]`."""
-        if choice is None:
-            raise ValueError(
-                f"router {self.found[layer].router.path} shows its choice elsewhere than in the first call: "
-                "call it, or its experts, in one way, or say with routers= and indices= where to look"
-            )
-        num_tokens = choice.values.new_full((), choice.num_tokens, dtype=torch.int64)
-        if not self.tokens.fits(choice.num_tokens) or (choice.kind == "sizes" and self.tokens.given):
-            self._sum(layer, unattributed_tokens=num_tokens)
-            self.seen.append(f"{self.found[layer].router.path} {choice.num_tokens}")
-            return
-        mask = self.tokens.mask
-        self._sum(layer, tokens=num_tokens if mask is None else mask.sum())
-        count = {"ids": self._count_ids, "sizes": self._count_sizes}.get(choice.kind, self._count_chosen)
-        count(layer, choice, self.found[layer].router.num_experts)
-
-    @torch.no_grad()
-    def add_logits(self, layer: int, choice: Choice | None) -> None:
-        """The logits beside a choice of `found[layer]`, [..., E]."""
-        logits = None if choice is None else choice.logits
-        if logits is None or not self.tokens.fits(rows(logits)):
-            return
-        logits = logits.reshape(-1, logits.shape[-1]).float()  # [N, E]
-        probabilities = logits if self.probabilities[layer] or self.extras == ("z",) else logits.softmax(-1)
-        per_token = {
-            "probabilities": lambda: probabilities,
-            "entropy": lambda: torch.special.entr(probabilities).sum(-1),
-            "z": lambda: logits.logsumexp(-1).square(),
-        }
-        names = {"probabilities": "probability_sum", "entropy": "entropy_sum", "z": "z_sum"}
-        for extra in set(self.extras) & set(per_token):
-            values, mask = per_token[extra](), self.tokens.mask
-            if mask is not None:
-                values = torch.where(mask.view(-1, *[1] * (values.dim() - 1)), values, 0)
-            self._sum(layer, **{names[extra]: values.sum(0)})
-
-    def _count_ids(self, layer: int, choice: Choice, num_experts: int) -> None:
-        if choice.logits is not None:
-            self._check_width(layer, choice.logits.shape[-1], num_experts)
-        ids = choice.values.reshape(-1, choice.values.shape[-1]).long()  # [N, K]
-        weights = None if choice.weights is None else choice.weights.reshape(ids.shape)
-        column = ids.clamp(-1, num_experts).add_(1)  # the first and the last are for ids that name no expert
-        width = num_experts + 2
-        used, unused = _both(column, weights, self.tokens.mask, width)
-        dropped = used[0] + used[-1] + unused[0] + unused[-1]
-        self._sum(layer, load=used[1:-1], zero_weight=unused[1:-1], dropped=dropped)
-        if self.tokens.channel is None and "coactivation" not in self.extras:
-            return
-        load = column if weights is None else torch.where(weights == 0, 0, column)
-        mask = self.tokens.mask
-        ones = torch.ones_like(load) if mask is None else mask[:, None].expand(ids.shape).long()
-        if self.tokens.channel is not None:
-            slot = load + self.tokens.channel[:, None] * width
-            by_channel = _scattered(slot, ones, (self.tokens.num_channels + 1) * width)
-            self._sum(layer, by_channel=by_channel.view(-1, width)[:-1, 1:-1])
-        if "coactivation" in self.extras:
-            pairs = load[:, :, None] * width + load[:, None, :]  # [N, K, K]
-            together = _scattered(pairs, ones[:, :, None].expand(pairs.shape), width * width)
-            self._sum(layer, coactivation=together.view(width, width)[1:-1, 1:-1])
-
-    def _count_chosen(self, layer: int, choice: Choice, num_experts: int) -> None:
-        """Of a mask, or of scores that are 0 where an expert is not chosen."""
-        self._check_width(layer, choice.values.shape[-1], num_experts)
-        chosen = choice.values.reshape(-1, num_experts) != 0  # [N, E]
-        if self.tokens.mask is not None:
-            chosen = chosen & self.tokens.mask[:, None]
-        load = chosen.sum(0)
-        self._sum(layer, load=load)
-        if choice.kind == "mask" and self.found[layer].router.top_k == 1:  # rows without a 1 found no room
-            counted = choice.num_tokens if self.tokens.mask is None else self.tokens.mask.sum()
-            self._sum(layer, dropped=counted - load.sum())
-        if self.tokens.channel is not None:
-            zeros = load.new_zeros(self.tokens.num_channels + 1, num_experts)
-            self._sum(layer, by_channel=zeros.index_add(0, self.tokens.channel, chosen.long())[:-1])
-        if "coactivation" in self.extras:
-            self._sum(layer, coactivation=(chosen.double().mT @ chosen.double()).long())
-
-    def _count_sizes(self, layer: int, choice: Choice, num_experts: int) -> None:
-        self._check_width(layer, len(choice.values), num_experts)
-        if "coactivation" in self.extras:
-            raise ValueError(
-                f"coactivation needs the experts of each token, router {self.found[layer].router.path} shows "
-                "only how many tokens each expert got"
-            )
-        device = choice.values.device if choice.logits is None else choice.logits.device
-        self._sum(layer, load=choice.values.long().to(device))
-
-    def _check_width(self, layer: int, width: int, num_experts: int) -> None:
-        if width != num_experts:
-            raise ValueError(
-                f"router {self.found[layer].router.path} chooses among {width} experts, not {num_experts} as "
-                "the first call let assume, in which it did not run: give it an attribute num_experts"
-            )
-
-    def _sum(self, layer: int, **values: Tensor) -> None:
-        sums = self.layers[layer]
-        for name, value in values.items():
-            sums[name] = sums[name] + value if name in sums else value
 
     def sums(self) -> TensorDict:
         """`obs["router"]`."""
-        width = max(found.router.num_experts for found in self.found)
-        like = next((value for sums in self.layers for value in sums.values()), torch.zeros(()))
+        width = max(layer.found.router.num_experts for layer in self.layers)
+        like = next((value for layer in self.layers for value in layer.sums.values()), torch.zeros(()))
         sums = {
             "tokens_per_expert": self._stacked("load", (width,), like),
             "zero_weight": self._stacked("zero_weight", (width,), like),
@@ -239,7 +135,7 @@ class Counter:
         if "coactivation" in self.extras:
             sums["coactivation"] = self._stacked("coactivation", (width, width), like)
         if "batch_max_vio" in self.extras:
-            num_experts = [found.router.num_experts for found in self.found]
+            num_experts = [layer.found.router.num_experts for layer in self.layers]
             total = load.sum(-1)
             mean = total.clamp(min=1) / torch.tensor(num_experts, device=load.device)
             seen = total > 0
@@ -250,7 +146,140 @@ class Counter:
     def _stacked(self, name: str, shape: tuple[int, ...], like: Tensor, dtype=torch.int64) -> Tensor:
         """That sum of all layers, [L, *shape]: those with fewer experts are filled up."""
         zeros = like.new_zeros(shape, dtype=dtype)
-        return torch.stack([_filled(sums.get(name, zeros), shape) for sums in self.layers])
+        return torch.stack([_filled(layer.sums.get(name, zeros), shape) for layer in self.layers])
+
+
+class _Layer:
+    """The sums of one router in one call.
+
+    Attributes:
+        found: the router.
+        are_probabilities: whether its logits are; None if nobody asks for them.
+        sums: by name.
+        num_unfit: the tokens of a call that are not as many as `tokens` is about.
+    """
+
+    def __init__(self, found: Found, tokens: Tokens, extras: Sequence[str], are_probabilities: bool | None):
+        self.found, self.tokens, self.extras = found, tokens, extras
+        self.are_probabilities = are_probabilities
+        self.sums: dict[str, Tensor] = {}
+        self.num_unfit = 0
+
+    def before(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        if self._is_meant(module, self.found.module):
+            self.add(self.found.reading.choice((args, kwargs)))
+
+    def after(self, module: nn.Module, output: Any) -> None:
+        if self._is_meant(module, self.found.module):
+            self.add(self.found.reading.choice(output))
+
+    def after_logits(self, module: nn.Module, output: Any) -> None:
+        if self._is_meant(module, self.found.logits[0]):
+            self.add_logits(self.found.logits[1].choice(output))
+
+    def _is_meant(self, module: nn.Module, mine: nn.Module) -> bool:
+        """Whether it is no copy that was made in the call, hooks and all. Compiled code cannot ask."""
+        return torch.compiler.is_compiling() or module is mine
+
+    @torch.no_grad()
+    def add(self, choice: Choice | None) -> None:
+        """A choice of the router."""
+        if choice is None:
+            raise ValueError(
+                f"router {self.found.router.path} shows its choice elsewhere than in the first call: "
+                "call it, or its experts, in one way, or say with routers= and indices= where to look"
+            )
+        num_tokens = choice.values.new_full((), choice.num_tokens, dtype=torch.int64)
+        if not self.tokens.fits(choice.num_tokens) or (choice.kind == "sizes" and self.tokens.given):
+            self._sum(unattributed_tokens=num_tokens)
+            self.num_unfit = choice.num_tokens
+            return
+        mask = self.tokens.mask
+        self._sum(tokens=num_tokens if mask is None else mask.sum())
+        count = {"ids": self._count_ids, "sizes": self._count_sizes}.get(choice.kind, self._count_chosen)
+        count(choice, self.found.router.num_experts)
+
+    @torch.no_grad()
+    def add_logits(self, choice: Choice | None) -> None:
+        """The logits beside a choice of the router, [..., E]."""
+        logits = None if choice is None else choice.logits
+        if logits is None or not self.tokens.fits(rows(logits)):
+            return
+        logits = logits.reshape(-1, logits.shape[-1]).float()  # [N, E]
+        probabilities = logits if self.are_probabilities or self.extras == ("z",) else logits.softmax(-1)
+        per_token = {
+            "probabilities": lambda: probabilities,
+            "entropy": lambda: torch.special.entr(probabilities).sum(-1),
+            "z": lambda: logits.logsumexp(-1).square(),
+        }
+        names = {"probabilities": "probability_sum", "entropy": "entropy_sum", "z": "z_sum"}
+        for extra in set(self.extras) & set(per_token):
+            values, mask = per_token[extra](), self.tokens.mask
+            if mask is not None:
+                values = torch.where(mask.view(-1, *[1] * (values.dim() - 1)), values, 0)
+            self._sum(**{names[extra]: values.sum(0)})
+
+    def _count_ids(self, choice: Choice, num_experts: int) -> None:
+        if choice.logits is not None:
+            self._check_width(choice.logits.shape[-1], num_experts)
+        ids = choice.values.reshape(-1, choice.values.shape[-1]).long()  # [N, K]
+        weights = None if choice.weights is None else choice.weights.reshape(ids.shape)
+        column = ids.clamp(-1, num_experts).add_(1)  # the first and the last are for ids that name no expert
+        width = num_experts + 2
+        used, unused = _both(column, weights, self.tokens.mask, width)
+        dropped = used[0] + used[-1] + unused[0] + unused[-1]
+        self._sum(load=used[1:-1], zero_weight=unused[1:-1], dropped=dropped)
+        if self.tokens.channel is None and "coactivation" not in self.extras:
+            return
+        load = column if weights is None else torch.where(weights == 0, 0, column)
+        mask = self.tokens.mask
+        ones = torch.ones_like(load) if mask is None else mask[:, None].expand(ids.shape).long()
+        if self.tokens.channel is not None:
+            slot = load + self.tokens.channel[:, None] * width
+            by_channel = _scattered(slot, ones, (self.tokens.num_channels + 1) * width)
+            self._sum(by_channel=by_channel.view(-1, width)[:-1, 1:-1])
+        if "coactivation" in self.extras:
+            pairs = load[:, :, None] * width + load[:, None, :]  # [N, K, K]
+            together = _scattered(pairs, ones[:, :, None].expand(pairs.shape), width * width)
+            self._sum(coactivation=together.view(width, width)[1:-1, 1:-1])
+
+    def _count_chosen(self, choice: Choice, num_experts: int) -> None:
+        """Of a mask, or of scores that are 0 where an expert is not chosen."""
+        self._check_width(choice.values.shape[-1], num_experts)
+        chosen = choice.values.reshape(-1, num_experts) != 0  # [N, E]
+        if self.tokens.mask is not None:
+            chosen = chosen & self.tokens.mask[:, None]
+        load = chosen.sum(0)
+        self._sum(load=load)
+        if choice.kind == "mask" and self.found.router.top_k == 1:  # rows without a 1 found no room
+            counted = choice.num_tokens if self.tokens.mask is None else self.tokens.mask.sum()
+            self._sum(dropped=counted - load.sum())
+        if self.tokens.channel is not None:
+            zeros = load.new_zeros(self.tokens.num_channels + 1, num_experts)
+            self._sum(by_channel=zeros.index_add(0, self.tokens.channel, chosen.long())[:-1])
+        if "coactivation" in self.extras:
+            self._sum(coactivation=(chosen.double().mT @ chosen.double()).long())
+
+    def _count_sizes(self, choice: Choice, num_experts: int) -> None:
+        self._check_width(len(choice.values), num_experts)
+        if "coactivation" in self.extras:
+            raise ValueError(
+                f"coactivation needs the experts of each token, router {self.found.router.path} shows "
+                "only how many tokens each expert got"
+            )
+        device = choice.values.device if choice.logits is None else choice.logits.device
+        self._sum(load=choice.values.long().to(device))
+
+    def _check_width(self, width: int, num_experts: int) -> None:
+        if width != num_experts:
+            raise ValueError(
+                f"router {self.found.router.path} chooses among {width} experts, not {num_experts} as "
+                "the first call let assume, in which it did not run: give it an attribute num_experts"
+            )
+
+    def _sum(self, **values: Tensor) -> None:
+        for name, value in values.items():
+            self.sums[name] = self.sums[name] + value if name in self.sums else value
 
 
 def _both(column: Tensor, weights: Tensor | None, mask: Tensor | None, width: int) -> tuple[Tensor, Tensor]:

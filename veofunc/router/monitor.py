@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
-from veofunc.compiling import compiled_modules
+from veofunc.compiling import as_written, compiled_modules
 from veofunc.router.counter import EXTRAS, OF_LOGITS, Counter, Tokens
 from veofunc.router.detect import FirstLook, Found, Router, known_routers, select_routers
 from veofunc.router.patterns import are_probabilities
@@ -108,6 +108,11 @@ def monitor_router(
     found: tuple[Found, ...] = ()
     probabilities: list[bool] = []
 
+    @torch.compiler.disable  # compiled code would be made anew for it, module by module
+    def first_call(look: FirstLook, args: tuple, kwargs: dict) -> tuple[Any, TensorDictBase]:
+        with as_written(), look.watching():
+            return observed(*args, **kwargs)
+
     @functools.partial(torch.compiler.disable, recursive=False)  # fn may be compiled, hooks may not
     def call(*args, **kwargs):
         nonlocal found, probabilities
@@ -117,7 +122,7 @@ def monitor_router(
             counter = Counter(found, tokens, extras, probabilities)
             with counter.counting():
                 out, obs = observed(*args, **kwargs)
-            if not any(counter.layers) and compiled_modules(fn, model):
+            if counter.is_empty and compiled_modules(fn, model):
                 warnings.warn(
                     "monitor_router saw no router in this call. If they ran, then in code that was compiled "
                     "in a call outside of it, where nobody watched: call torch.compiler.reset(), and the "
@@ -126,8 +131,7 @@ def monitor_router(
                 )
         else:
             look = FirstLook(model, named, indices)
-            with look.watching():
-                out, obs = observed(*args, **kwargs)
+            out, obs = first_call(look, args, kwargs)
             seen = look.result()
             if known is not None:
                 seen = tuple(replace(each, router=r) for each, r in zip(seen, routers_found(), strict=True))
