@@ -821,11 +821,13 @@ def test_blocks_that_are_compiled_one_by_one_share_their_code(known):
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler's own
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # which the compiler uses
-def test_compiled_blocks_under_checkpoint_count_once_though_backward_is_inside():
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_compiled_blocks_under_checkpoint_count_once_though_backward_is_inside(reentrant, backend):
     torch.compiler.reset()
     model = Model()
-    blocks = [torch.compile(layer, backend="aot_eager") for layer in model.layers]
-    model.run = lambda layers, x: recomputed(blocks, x)
+    blocks = [torch.compile(layer, backend=backend) for layer in model.layers]
+    model.run = lambda layers, x: recomputed(blocks, x, reentrant=reentrant)
     step = backward_inside(model)
     for seed in range(3):
         x = make_x(seed).requires_grad_()

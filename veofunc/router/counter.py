@@ -279,7 +279,20 @@ class _Layer:
 
     def _sum(self, **values: Tensor) -> None:
         for name, value in values.items():
+            if torch.compiler.is_compiling():  # hooks cannot ask then whether it is computed again
+                value = torch.where(_is_forward(torch.zeros((), device=value.device)), value, 0)
             self.sums[name] = self.sums[name] + value if name in self.sums else value
+
+
+@torch.library.custom_op("veofunc::is_forward", mutates_args=())
+def _is_forward(like: Tensor) -> Tensor:
+    """Whether no backward pass runs in this thread, on the device of `like`."""
+    return torch.full((), torch._C._current_graph_task_id() == -1, dtype=torch.bool, device=like.device)
+
+
+@_is_forward.register_fake
+def _(like: Tensor) -> Tensor:
+    return like.new_empty((), dtype=torch.bool)
 
 
 def _both(column: Tensor, weights: Tensor | None, mask: Tensor | None, width: int) -> tuple[Tensor, Tensor]:
