@@ -7,6 +7,7 @@ import functools
 import inspect
 import pickle
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -273,6 +274,15 @@ class TestModuleHooks:
             ("after", "Linear", (1, 2)),
             ("after", "Model", (1, 2)),
         ]
+
+    def test_another_thread_may_meet_a_hook_before_it_is_known_to_take_keywords(self):
+        """PyTorch notes that only after it has added the hook, and calls it without them in between."""
+        model, seen = nn.Linear(2, 2), []
+        with module_hooks([model], before=lambda *args: seen.append(args)):
+            (hook,) = model._forward_pre_hooks.values()
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(hook, model, (torch.ones(2),)).result()
+        assert seen == []
 
     def test_are_gone_afterwards(self):
         model = Model()

@@ -1,13 +1,12 @@
 """Two processes that save together over gloo; this file is also the script that each runs."""
 
+import functools
 import json
 import os
 import random
 import resource
-import subprocess
 import sys
 import time
-import traceback
 import warnings
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from tests.distributed.pair import run_checks, run_on_two_ranks, what_failed
 from veofunc.checkpoint import CheckpointError, async_checkpointer
 from veofunc.state import load_train_state, train_state
 from veofunc.window import Window
@@ -221,42 +221,20 @@ def check_a_group_destroyed_too_early_never_shows_half_a_step(rank, mesh, direct
 CHECKS = {name[6:]: check for name, check in list(globals().items()) if name.startswith("check_")}
 
 
-def run_checks(rank: int, directory: Path) -> None:
-    """Run all checks up to the first that fails: after it the ranks may wait for each other."""
+def main(rank: int, directory: Path) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
     store = f"file://{directory}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
     mesh = init_device_mesh("cpu", (2,))
-    results = {}
-    for name, check in CHECKS.items():
-        try:
-            check(rank, mesh, directory / name)
-            results[name] = ""
-        except BaseException:
-            results[name] = traceback.format_exc()
-            break
-    (directory / f"results_{rank}.json").write_text(json.dumps(results))
+    checks = {name: functools.partial(check, rank, mesh, directory / name) for name, check in CHECKS.items()}
+    run_checks(checks, rank, directory)
 
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
     """Where two processes have run all checks."""
     directory = tmp_path_factory.mktemp("ranks")
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-W", "error", __file__, str(rank), str(directory)],
-            env=environment,
-        )
-        for rank in range(2)
-    ]
-    try:
-        for process in processes:
-            process.wait(timeout=120)
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+    run_on_two_ranks(__file__, directory)
     return directory
 
 
@@ -264,8 +242,7 @@ def directory(tmp_path_factory):
 @pytest.mark.parametrize("name", CHECKS)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_on_two_ranks(name, rank, directory):
-    results = json.loads((directory / f"results_{rank}.json").read_text())
-    failure = results.get(name, f"not reached, after {list(results)}")
+    failure = what_failed(name, rank, directory)
     assert not failure, failure
 
 
@@ -285,4 +262,4 @@ def test_one_process_restores_what_two_have_saved(directory):
 
 
 if __name__ == "__main__":
-    run_checks(int(sys.argv[1]), Path(sys.argv[2]))
+    main(int(sys.argv[1]), Path(sys.argv[2]))

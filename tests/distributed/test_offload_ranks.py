@@ -1,11 +1,8 @@
 """Two processes that train over gloo and offload; this file is also the script that each runs."""
 
-import json
-import os
-import subprocess
+import functools
 import sys
 import tempfile
-import traceback
 import warnings
 from pathlib import Path
 
@@ -20,6 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import veofunc as vf
+from tests.distributed.pair import run_checks, run_on_two_ranks, what_failed
 from veofunc import policies
 
 WIDTH = 8
@@ -172,41 +170,21 @@ CHECKS = {
 }
 
 
-def run_checks(rank: int, directory: Path) -> None:
+def main(rank: int, directory: Path) -> None:
     torch.set_num_threads(1)
     # The head returns a view; nobody writes into it.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     dist.init_process_group("gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=2)
     init_device_mesh("cpu", (2,))
-    results = {}
-    for name, check in CHECKS.items():
-        try:
-            check(rank)
-            results[name] = ""
-        except BaseException:
-            results[name] = traceback.format_exc()
-            break
-    (directory / f"results_{rank}.json").write_text(json.dumps(results))
+    checks = {name: functools.partial(check, rank) for name, check in CHECKS.items()}
+    run_checks(checks, rank, directory)
 
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
     """Where two processes have run all checks."""
     directory = tmp_path_factory.mktemp("ranks")
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-W", "error", __file__, str(rank), str(directory)], env=environment
-        )
-        for rank in range(2)
-    ]
-    try:
-        for process in processes:
-            process.wait(timeout=120)
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+    run_on_two_ranks(__file__, directory)
     return directory
 
 
@@ -214,10 +192,9 @@ def directory(tmp_path_factory):
 @pytest.mark.parametrize("name", CHECKS)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_on_two_ranks(name, rank, directory):
-    results = json.loads((directory / f"results_{rank}.json").read_text())
-    failure = results.get(name, f"not reached, after {list(results)}")
+    failure = what_failed(name, rank, directory)
     assert not failure, failure
 
 
 if __name__ == "__main__":
-    run_checks(int(sys.argv[1]), Path(sys.argv[2]))
+    main(int(sys.argv[1]), Path(sys.argv[2]))

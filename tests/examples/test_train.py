@@ -101,7 +101,7 @@ def test_counts_every_token_that_has_a_label_once(finished):
 
 
 def test_writes_figures_a_checkpoint_and_an_offline_wandb_run(finished):
-    for name in ("router_heatmap.png", "channel_loss.png"):
+    for name in ("router_heatmap.png", "router_violation.png", "channel_loss.png"):
         assert (finished / name).read_bytes().startswith(b"\x89PNG")
     state, _ = final_state(finished)
     assert state["step"] == STEPS
