@@ -206,7 +206,8 @@ class _Layer:
         if logits is None or not self.tokens.fits(rows(logits)):
             return
         logits = logits.reshape(-1, logits.shape[-1]).float()  # [N, E]
-        probabilities = logits if self.are_probabilities or self.extras == ("z",) else logits.softmax(-1)
+        only_z = not {"probabilities", "entropy"} & {*self.extras}
+        probabilities = logits if self.are_probabilities or only_z else logits.softmax(-1)
         per_token = {
             "probabilities": lambda: probabilities,
             "entropy": lambda: torch.special.entr(probabilities).sum(-1),
