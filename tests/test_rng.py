@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from veofunc.rng import load_rng_state, rng_state
+from veofunc.rng import load_rng_state, of_host, rng_state
 
 
 def draws() -> list[float]:
@@ -41,8 +41,32 @@ def test_taking_the_state_draws_nothing():
 def test_a_cuda_device_that_is_not_there_is_warned_about():
     state = rng_state()
     state["cuda", "0"] = torch.zeros(16, dtype=torch.uint8)
-    with pytest.warns(RuntimeWarning, match="no CUDA device 0"):
+    with pytest.warns(RuntimeWarning, match="no device cuda:0"):
         load_rng_state(state)
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="needs a machine without an accelerator")
+def test_a_device_of_another_kind_is_warned_about():
+    state = rng_state()
+    state["xpu", "1"] = torch.zeros(16, dtype=torch.uint8)
+    with pytest.warns(RuntimeWarning, match="no device xpu:1"):
+        load_rng_state(state)
+
+
+def test_only_what_every_process_has_is_of_the_host():
+    state = rng_state()
+    state["xpu", "0"] = torch.zeros(16, dtype=torch.uint8)
+    assert set(of_host(state).keys()) == {"torch", "numpy", "python"}
+
+
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
+def test_draws_on_every_device_of_the_accelerator_follow():
+    kind = torch.accelerator.current_accelerator()
+    devices = [torch.device(kind.type, index) for index in range(torch.accelerator.device_count())]
+    state = rng_state()
+    expected = [torch.randn(3, device=device).tolist() for device in devices]
+    load_rng_state(state)
+    assert [torch.randn(3, device=device).tolist() for device in devices] == expected
 
 
 def test_the_state_is_on_the_cpu_whatever_the_default_device_is():

@@ -14,6 +14,7 @@ from veofunc.channel.metrics import channel_metrics
 from veofunc.channel.plot import channel_plot
 from veofunc.checkpoint.checkpointer import async_checkpointer
 from veofunc.checkpoint.manifest import CheckpointError
+from veofunc.checkpoint.signals import save_on_signal
 from veofunc.grad import grad, grad_and_value
 from veofunc.offload import policies
 from veofunc.offload.call import checkpoint_name
@@ -62,6 +63,7 @@ __all__ = [
     "router_heatmap",
     "router_metrics",
     "router_plot",
+    "save_on_signal",
     "specialisation_heatmap",
     "train_state",
     "with_channel_loss",

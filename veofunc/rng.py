@@ -12,11 +12,15 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-__all__ = ["load_rng_state", "rng_state"]
+__all__ = ["load_rng_state", "of_host", "rng_state"]
+
+HOST = ("torch", "numpy", "python")  # the other states are those of accelerators
 
 
 def rng_state() -> TensorDict:
-    """The random states of torch (CPU, all CUDA devices), numpy and Python; nothing is drawn.
+    """The random states of torch (CPU, all devices of the accelerator), numpy and Python; nothing is drawn.
+
+    Those of an accelerator are under its kind ("cuda", "xpu", ...), by the index of the device.
 
     Raises:
         ValueError: the global generator of numpy is no longer an MT19937, as which it starts.
@@ -29,7 +33,7 @@ def rng_state() -> TensorDict:
             "out the random states: train_state(..., rng=False)"
         )
     _, python_words, python_gauss = random.getstate()
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    kind, count = _accelerator()
 
     def tensor(value: Any, dtype: torch.dtype | None = None) -> Tensor:
         return torch.tensor(value, dtype=dtype, device="cpu")
@@ -37,7 +41,7 @@ def rng_state() -> TensorDict:
     return TensorDict(
         {
             "torch": torch.get_rng_state(),
-            "cuda": TensorDict({str(index): value for index, value in enumerate(cuda)}),
+            kind: TensorDict({str(i): torch.get_device_module(kind).get_rng_state(i) for i in range(count)}),
             "numpy": {
                 "words": torch.from_numpy(numpy["state"]["key"].astype(np.int64)),
                 "position": tensor(numpy["state"]["pos"]),
@@ -56,15 +60,18 @@ def load_rng_state(saved: TensorDictBase) -> None:
     """Set the states that `rng_state` gave: the next draws are those that followed it.
 
     Warns:
-        RuntimeWarning: a CUDA device of the saved states is not there.
+        RuntimeWarning: a device of the saved states is not there.
     """
+    saved = saved.cpu()
     torch.set_rng_state(saved["torch"])
-    for index, value in saved["cuda"].items():
-        if int(index) < torch.cuda.device_count():
-            torch.cuda.set_rng_state(value, int(index))
-        else:
-            text = f"there is no CUDA device {index} to set the random state of"
-            warnings.warn(text, RuntimeWarning, stacklevel=3)
+    kind, count = _accelerator()
+    for there in saved.keys() - HOST:
+        for index, value in saved[there].items():
+            if there == kind and int(index) < count:
+                torch.get_device_module(kind).set_rng_state(value, int(index))
+            else:
+                text = f"there is no device {there}:{index} to set the random state of"
+                warnings.warn(text, RuntimeWarning, stacklevel=3)
     numpy = saved["numpy"]
     words = numpy["words"].numpy().astype(np.uint32)
     np.random.set_state(
@@ -78,3 +85,14 @@ def load_rng_state(saved: TensorDictBase) -> None:
     gauss = saved["python", "gauss"].item()
     words = tuple(saved["python", "words"].tolist())
     random.setstate((3, words, None if isnan(gauss) else gauss))
+
+
+def of_host(saved: TensorDictBase) -> TensorDictBase:
+    """Those of `saved` that every process has, whatever accelerator there is."""
+    return saved.select(*HOST, strict=False)
+
+
+def _accelerator() -> tuple[str, int]:
+    """The kind of accelerator that is there and the number of its devices; without one, none of CUDA."""
+    device = torch.accelerator.current_accelerator(check_available=True)
+    return (device.type, torch.accelerator.device_count()) if device else ("cuda", 0)

@@ -14,13 +14,13 @@ TINY = {
     "offload": "--width 16 --layers 2 --heads 2 --batch 1 --tokens 8 --inflight 1 --threads 1",
     "channel": "--tokens 256 --documents 4 --hidden 8 --vocabulary 2048 --threads 1",
     "router": "--tokens 64 --hidden 16 --experts 16 --batch 1 --length 16",
-    "checkpoint": "--megabytes 1 --tensors 3",
+    "checkpoint": "--scale 0.0001 --only ranks",
 }
 NUM_ROWS = {
     "offload": 8,
     "channel": len(channel.names()[0]),
     "router": len(router.names()) + len(router.names()[2:]),  # steps, and what those with a monitor add
-    "checkpoint": 5 + 4,
+    "checkpoint": 11 + 10 + 8 * 4,
 }
 
 

@@ -1,6 +1,8 @@
+import enum
 import json
 from collections import Counter, OrderedDict, defaultdict, namedtuple
 
+import numpy as np
 import pytest
 import torch
 
@@ -30,6 +32,20 @@ EXACT = [
     {"tensor:": ["float32", 1.0]},
     Counter({2: 1, 4: 2}),
     [Counter("abca"), (Counter(),)],
+    OrderedDict([("b", 1), ("a", {2: (3,)})]),
+    {3, 1, "a"},
+    frozenset({(1, "a"), (2, None)}),
+    b"\x00\xff",
+    complex(0.1, -0.0),
+    torch.Size([2, 0]),
+    torch.bfloat16,
+    torch.device("cuda:1"),
+    np.float64(0.1),
+    np.float32(0.1),
+    np.uint64(2**64 - 1),
+    np.bool_(True),
+    np.complex64(1 + 2j),
+    {"set:": [1], "numpy:": ["float32", 1.0]},
 ]
 
 
@@ -41,6 +57,10 @@ def same(one, other) -> bool:
         return same(list(one.items()), list(other.items()))
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
     return one == other
 
 
@@ -99,22 +119,73 @@ def test_what_is_encoded_and_decoded_is_a_copy():
     assert encoded == {"a": [1]}
 
 
+WITH_TENSORS = [
+    torch.ones(2, 3),
+    {"a": [torch.tensor(0.1), {"b": (torch.zeros(0, dtype=torch.int8),)}], "c": 1},
+    {"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}},
+    {3: torch.tensor([1j]), "3": torch.tensor([2j])},
+    OrderedDict(weight=torch.ones(2, dtype=torch.bfloat16)),
+    np.arange(6, dtype=np.uint32).reshape(3, 2)[::-1],
+    [np.array(True), np.array([1 + 2j]), np.zeros((0, 2), dtype=np.float16)],
+    {"n": None, "a": []},
+]
+
+
+@pytest.mark.parametrize("value", WITH_TENSORS, ids=str)
+def test_tensors_are_kept_beside_the_json(value):
+    tensors = {}
+    encoded = json.loads(json.dumps(encode(value, "x", tensors)))
+    restored = decode(encoded, tensors)
+    assert same(restored, value)
+    assert all(isinstance(tensor, torch.Tensor) for tensor in tensors.values())
+
+
+def test_tensors_are_named_by_their_place_not_copied_and_decoded_as_copies():
+    weight = torch.nn.Parameter(torch.ones(2))
+    tensors = {}
+    encoded = encode({"layers": [weight, weight]}, "x", tensors)
+    assert encoded == {"layers": [{"tensor:": "layers.0"}, {"tensor:": "layers.1"}]}
+    assert tensors["layers.0"].data_ptr() == weight.data_ptr()
+    assert not tensors["layers.0"].requires_grad
+    decode(encoded, tensors)["layers"][0].add_(1)
+    assert weight.tolist() == [1, 1]
+
+
+def test_a_set_is_encoded_in_one_order_whatever_the_hashes_are():
+    assert encode({"b", "a", "c"}, "x") == {"set:": ["a", "b", "c"]}
+
+
+class Color(enum.Enum):
+    RED = 1
+
+
+class Level(enum.IntEnum):
+    LOW = 1
+
+
+NEVER = [
+    object(),
+    Point(1, 2),
+    defaultdict(int),
+    {(1, 2): 3},
+    Color.RED,
+    Level.LOW,
+    np.array(["a"]),
+    np.array([1], dtype=">i4"),
+    np.datetime64(1, "s"),
+    np.array([object()]),
+]
+
+
+@pytest.mark.parametrize("value", NEVER, ids=lambda value: type(value).__name__)
+def test_what_cannot_be_encoded_even_beside_tensors_is_named_by_its_path(value):
+    with pytest.raises(TypeError, match=r"a\.b\.0\.c(\.\(1, 2\))? must be .* got "):
+        encode([{"c": value}], "a.b", {})
+
+
 @pytest.mark.parametrize(
     "value",
-    [
-        {1},
-        1j,
-        b"x",
-        object(),
-        torch.ones(1),
-        torch.tensor(1j),
-        torch.ones((), device="meta"),
-        Point(1, 2),
-        torch.Size([1]),
-        OrderedDict(a=1),
-        defaultdict(int),
-        {(1, 2): 3},
-    ],
+    [*NEVER, torch.ones(1), torch.tensor(1j), torch.ones((), device="meta"), np.ones(1)],
     ids=lambda value: type(value).__name__,
 )
 def test_what_cannot_be_encoded_is_named_by_its_path(value):

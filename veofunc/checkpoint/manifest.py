@@ -1,54 +1,48 @@
-"""What makes a directory a complete step: a manifest, and the rename that shows it."""
+"""What makes a step complete: a manifest of all its files, written last."""
 
 from __future__ import annotations
 
-import fcntl
 import json
-import logging
-import os
 import re
-import shutil
 import zlib
-from collections.abc import Generator, Iterable
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, TypeAlias
-from uuid import uuid4
+
+from veofunc.checkpoint.storage import MANIFEST, Storage, step_name
 
 __all__ = [
     "FORMAT",
     "CheckpointError",
+    "DamageError",
     "Entry",
     "FileRecord",
     "Json",
     "Manifest",
     "TreePath",
+    "check_crc32",
     "check_step",
-    "commit",
     "damage",
-    "describe_file",
     "read_complete",
-    "remove_abandoned",
-    "remove_step",
-    "step_name",
+    "read_file",
     "step_numbers",
-    "temporary_step",
+    "to_bytes",
     "verify_files",
 ]
 
-FORMAT = 1
-FILENAME = "manifest.json"
-UNFINISHED = ".unfinished-"  # no name that starts so can be taken for a step
+FORMAT = 2
+SEAL = b',\n "crc32": %d\n}'
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 TreePath: TypeAlias = tuple[str, ...]
 
-logger = logging.getLogger(__name__)
-
 
 class CheckpointError(Exception):
     """A step could not be saved, verified or restored; the message names rank, file and cause."""
+
+
+class DamageError(CheckpointError):
+    """A step is not complete, or changed after it was saved; the message names file and cause."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +65,7 @@ class Entry:
         key: for a tensor, its key in that directory.
         shape: for a tensor, its global shape.
         dtype: for a tensor, the name of its dtype, as in "float32".
+        tie: for a tensor whose values are those of another one, the key of that.
         value: for JSON, the value.
     """
 
@@ -81,7 +76,21 @@ class Entry:
     key: str = ""
     shape: tuple[int, ...] = ()
     dtype: str = ""
+    tie: str = ""
     value: Json = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Its attributes, but for those that have their default."""
+        return {name: value for name, value in vars(self).items() if value != _DEFAULTS[name]}
+
+    @staticmethod
+    def from_json(fields: dict[str, Any]) -> Entry:
+        """The inverse of `to_json`."""
+        path, shape = fields.pop("path"), fields.pop("shape", ())
+        return Entry(tuple(path), shape=tuple(shape), **fields)
+
+
+_DEFAULTS = vars(Entry((), ""))
 
 
 @dataclass(frozen=True)
@@ -91,18 +100,22 @@ class Manifest:
     Attributes:
         step: number of the step.
         world_size: number of ranks that saved it.
-        slots: directories with tensors.
+        slots: directories with tensors; what tensors, says `index.json` in each.
         versions: package name to version that wrote it.
+        time: when it was complete, in seconds since 1970.
+        metrics: what was measured at the step, as given to `save`.
         files: relative path to size and checksum.
-        entries: every leaf of the state.
+        values: every leaf of the state that is not a tensor.
     """
 
     step: int
     world_size: int
     slots: tuple[str, ...]
     versions: dict[str, str]
+    time: float
+    metrics: dict[str, float]
     files: dict[str, FileRecord]
-    entries: tuple[Entry, ...]
+    values: tuple[Entry, ...]
 
 
 def check_step(step: object) -> None:
@@ -120,187 +133,117 @@ def check_step(step: object) -> None:
         raise ValueError(f"step must be at least 0, got {step}")
 
 
-def step_name(step: int) -> str:
-    """Name of the directory of `step`."""
-    return f"step_{step}"
-
-
-def step_numbers(directory: Path) -> list[int]:
+def step_numbers(storage: Storage) -> list[int]:
     """Steps that have a directory, complete or not, in ascending order."""
-    names = (child.name for child in directory.iterdir())
-    found = (re.fullmatch(r"step_(0|[1-9][0-9]*)", name) for name in names)
+    found = (re.fullmatch(r"step_(0|[1-9][0-9]*)", name) for name in storage.names())
     return sorted(int(match[1]) for match in found if match)
 
 
-def damage(path: Path) -> str:
-    """Why the step at `path` is not complete, by manifest and file sizes; empty if it is."""
+def damage(storage: Storage, step: int) -> str:
+    """Why `step` is not complete, by manifest and file sizes; empty if it is."""
     try:
-        read_complete(path)
-    except CheckpointError as error:
+        read_complete(storage, step)
+    except DamageError as error:
         return str(error)
     return ""
 
 
-def read_complete(path: Path) -> Manifest:
-    """The manifest of the step at `path`, if every file has the size that it lists.
+def read_complete(storage: Storage, step: int) -> Manifest:
+    """The manifest of `step`, if every file has the size that it lists.
 
     Raises:
         CheckpointError: naming the file and what is wrong with it.
     """
-    manifest = _read(path)
+    manifest = _read(storage, step)
     for name, record in manifest.files.items():
-        _check_size(path / name, record)
+        _check_size(storage, f"{step_name(step)}/{name}", record)
     return manifest
 
 
-def verify_files(path: Path, manifest: Manifest, names: Iterable[str]) -> None:
-    """Read the files `names` of the step at `path` and compare them with their checksums.
+def read_file(storage: Storage, name: str, record: FileRecord) -> bytes:
+    """All of a small file.
+
+    Raises:
+        CheckpointError: its checksum is another; names it.
+    """
+    _check_size(storage, name, record)
+    with storage.open(name) as file:
+        content = file.read()
+    check_crc32(storage, name, record, zlib.crc32(content))
+    return content
+
+
+def verify_files(storage: Storage, manifest: Manifest, names: Iterable[str]) -> None:
+    """Read the files `names` of a step and compare them with their checksums.
 
     Raises:
         CheckpointError: naming the first file that differs, and how.
     """
     for name in names:
-        record = manifest.files[name]
-        _check_size(path / name, record)
-        crc32 = describe_file(path / name).crc32
-        if crc32 != record.crc32:
-            raise CheckpointError(
-                f"{path / name}: its CRC-32 is {crc32:08x}, must be {record.crc32:08x}; "
-                "the file changed after it was saved"
-            )
+        record, full = manifest.files[name], f"{step_name(manifest.step)}/{name}"
+        _check_size(storage, full, record)
+        crc32 = 0
+        with storage.open(full) as file:
+            while piece := file.read(8 << 20):
+                crc32 = zlib.crc32(piece, crc32)
+        check_crc32(storage, full, record, crc32)
 
 
-def commit(unfinished: Path, path: Path, manifest: Manifest) -> None:
-    """Make the files in `unfinished` durable, then its manifest, then show it as `path`.
+def check_crc32(storage: Storage, name: str, record: FileRecord, crc32: int) -> None:
+    """Compare the checksum of a file with its record.
 
-    Files of the slots must be synced already; their directories are synced here.
+    Raises:
+        CheckpointError: they differ.
     """
-    for slot in manifest.slots:
-        _sync_directory(unfinished / slot)
-    with open(unfinished / FILENAME, "w") as file:
-        json.dump(_to_json(manifest), file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    _sync_directory(unfinished)
-    unfinished.rename(path)
-    _sync_directory(path.parent)
+    if crc32 != record.crc32:
+        raise DamageError(
+            f"{storage.root}/{name}: its CRC-32 is {crc32:08x}, must be {record.crc32:08x}; "
+            "the file changed after it was saved"
+        )
 
 
-@contextmanager
-def temporary_step(directory: Path, step: int) -> Generator[Path]:
-    """A new directory beside the steps to write `step` in; if it was not renamed, it is removed.
+def to_bytes(manifest: Manifest) -> bytes:
+    """The content of the manifest's file; last in it stands the CRC-32 of all the bytes before."""
+    body = {"format": FORMAT, **asdict(manifest), "values": [entry.to_json() for entry in manifest.values]}
+    content = json.dumps(body, indent=1).encode().removesuffix(b"\n}")
+    return content + SEAL % zlib.crc32(content)
 
-    It is locked while in use, so that `remove_abandoned` knows it from what a killed process left.
-    """
-    path = directory / f"{UNFINISHED}{step_name(step)}-{uuid4().hex}"
-    path.mkdir()
-    lock = os.open(path, os.O_RDONLY)
+
+def _read(storage: Storage, step: int) -> Manifest:
+    name = f"{step_name(step)}/{MANIFEST}"
+    file = f"{storage.root}/{name}"
     try:
-        with suppress(OSError):  # a file system without locks: then nothing counts as abandoned
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
-        os.close(lock)
-
-
-def remove_abandoned(directory: Path) -> None:
-    """Remove what killed processes left half-written; what a living one writes stays."""
-    for path in directory.glob(f"{UNFINISHED}*"):
-        if path.is_dir() and _is_abandoned(path):
-            shutil.rmtree(path, ignore_errors=True)
-            logger.warning("removed %s, which a save left unfinished", path)
-
-
-def remove_step(path: Path) -> None:
-    """Remove the step at `path`; at no moment is it half there."""
-    doomed = path.with_name(f"{UNFINISHED}{path.name}-{uuid4().hex}")
-    path.rename(doomed)
-    shutil.rmtree(doomed)
-
-
-def describe_file(file: Path) -> FileRecord:
-    """Size and checksum of `file`, read in pieces of 8 MiB."""
-    crc32 = size = 0
-    with open(file, "rb") as stream:
-        while piece := stream.read(8 << 20):
-            crc32 = zlib.crc32(piece, crc32)
-            size += len(piece)
-    return FileRecord(size, crc32)
-
-
-def _read(path: Path) -> Manifest:
-    file = path / FILENAME
-    try:
-        body = json.loads(file.read_bytes())
-        crc32 = body.pop("crc32", None) if isinstance(body, dict) else None
-        expected = zlib.crc32(_canonical(body))
+        with storage.open(name) as stream:
+            content = stream.read()
     except OSError as error:
-        raise CheckpointError(f"{file}: {error.strerror}; the save was not finished") from error
-    except ValueError as error:
-        raise CheckpointError(f"{file}: is not JSON ({error})") from error
-    except RecursionError as error:
-        raise CheckpointError(f"{file}: is nested too deeply; it changed after it was saved") from error
-    if crc32 != expected:
-        raise CheckpointError(f"{file}: differs from its checksum; it changed after it was saved")
+        raise DamageError(f"{file}: {error.strerror or error}; the save was not finished") from error
+    inside = content[: content.rfind(SEAL[: SEAL.index(b"%")])]
+    if content != inside + SEAL % zlib.crc32(inside):
+        raise DamageError(f"{file}: differs from its checksum; it changed after it was saved")
+    body = json.loads(content)
+    del body["crc32"]
     if body.pop("format") != FORMAT:
-        raise CheckpointError(f"{file}: was written by another veofunc, {body['versions']}")
-    if step_name(body["step"]) != path.name:
-        raise CheckpointError(f"{file}: is of step {body['step']}")
-    return _from_json(body)
-
-
-def _check_size(file: Path, record: FileRecord) -> None:
-    try:
-        size = file.stat().st_size
-    except OSError as error:
-        raise CheckpointError(f"{file}: {error.strerror}") from error
-    if size != record.size:
-        raise CheckpointError(f"{file}: has {size} bytes, must have {record.size}")
-
-
-def _canonical(body: object) -> bytes:
-    return json.dumps(body, sort_keys=True).encode()
-
-
-def _to_json(manifest: Manifest) -> dict[str, Any]:
-    default = asdict(Entry((), ""))
-    body = {"format": FORMAT, **asdict(manifest)}
-    body["entries"] = [
-        {name: value for name, value in entry.items() if value != default[name]} for entry in body["entries"]
-    ]
-    return {**body, "crc32": zlib.crc32(_canonical(body))}
-
-
-def _from_json(body: dict[str, Any]) -> Manifest:
-    def entry(fields: dict[str, Any]) -> Entry:
-        shape = tuple(fields.pop("shape", ()))
-        return Entry(tuple(fields.pop("path")), shape=shape, **fields)
-
+        raise DamageError(f"{file}: was written by another veofunc, {body['versions']}")
+    if body["step"] != step:
+        raise DamageError(f"{file}: is of step {body['step']}")
+    files = {name: FileRecord(**record) for name, record in body["files"].items()}
+    values = tuple(Entry.from_json(fields) for fields in body["values"])
     return Manifest(
         body["step"],
         body["world_size"],
         tuple(body["slots"]),
         body["versions"],
-        {name: FileRecord(**record) for name, record in body["files"].items()},
-        tuple(map(entry, body["entries"])),
+        body["time"],
+        body["metrics"],
+        files,
+        values,
     )
 
 
-def _is_abandoned(path: Path) -> bool:
-    descriptor = os.open(path, os.O_RDONLY)
+def _check_size(storage: Storage, name: str, record: FileRecord) -> None:
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # a living process holds it, or the file system has no locks
-        return False
-    finally:
-        os.close(descriptor)
-    return True
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        size = storage.size(name)
+    except OSError as error:
+        raise DamageError(f"{storage.root}/{name}: {error.strerror or 'is not there'}") from error
+    if size != record.size:
+        raise DamageError(f"{storage.root}/{name}: has {size} bytes, must have {record.size}")

@@ -1,34 +1,53 @@
-"""A state as flat leaves: copied to host memory, described, compared with a saved one."""
+"""A state as flat leaves: described, and compared with a saved one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, cast
 
 import torch
 from tensordict import NonTensorData, TensorDict, TensorDictBase, is_non_tensor
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from veofunc.checkpoint.manifest import CheckpointError, Entry, Json, TreePath
 from veofunc.checkpoint.values import to_json
 
 __all__ = [
-    "RANK_SECTIONS",
+    "REST",
     "Empty",
     "Leaf",
-    "allocate_",
+    "Sections",
     "describe_leaves",
+    "describe_values",
     "flatten",
+    "local",
     "match",
-    "stage_",
-    "tensors_of_slot",
+    "memory_of",
+    "name_of",
     "unflatten",
 ]
 
-SLOTS = ("model", "optimizer")  # sections with a directory of their own; the others share "rest"
-RANK_SECTIONS = ("rng", "window")  # differ from rank to rank: each saves, and gets back, its own
+
+REST = "rest"
+
+
+@dataclass(frozen=True)
+class Sections:
+    """How the top-level keys of a state are saved.
+
+    Attributes:
+        slots: the slot of a key, each a directory written by itself; the other keys share `REST`.
+        per_rank: keys whose values differ from rank to rank: each saves, and gets back, its own.
+    """
+
+    slots: Mapping[str, str]
+    per_rank: frozenset[str]
+
+    def slot_of(self, path: TreePath) -> str:
+        """The slot of a tensor."""
+        return self.slots.get(path[0], REST)
 
 
 @dataclass(frozen=True)
@@ -66,57 +85,51 @@ def unflatten(leaves: Mapping[TreePath, Leaf]) -> TensorDict:
     return state
 
 
-def stage_(buffers: dict[TreePath, Tensor], leaves: Mapping[TreePath, Leaf]) -> dict[TreePath, Leaf]:
-    """Copy the tensors of `leaves` into `buffers`, after `allocate_` made those that fit.
-
-    Returns:
-        The leaves, with their tensors in host memory.
-    """
-    allocate_(buffers, leaves)
-    if buffers:
-        with torch.inference_mode(False):  # as the buffers were made
-            sources = [_local(cast(Tensor, leaves[path])) for path in buffers]
-            torch._foreach_copy_([_local(buffer) for buffer in buffers.values()], sources)
-    return {**leaves, **buffers}
-
-
-def allocate_(buffers: dict[TreePath, Tensor], leaves: Mapping[TreePath, Leaf]) -> None:
-    """Make `buffers` one per tensor of `leaves`, in host memory; those that fit are kept.
-
-    Buffers of leaves that are gone are freed.
-    """
-    tensors = {path: leaf for path, leaf in leaves.items() if isinstance(leaf, Tensor)}
-    for path in buffers.keys() - tensors.keys():
-        del buffers[path]
-    with torch.inference_mode(False):  # else no save outside could write into the buffers
-        for path, tensor in tensors.items():
-            if path not in buffers or not _fits(buffers[path], tensor):
-                # Zeroed to have its pages there: a copy into new ones takes five times as long.
-                contiguous = torch.contiguous_format
-                buffers[path] = torch.empty_like(tensor, device="cpu", memory_format=contiguous).zero_()
-
-
-def describe_leaves(leaves: Mapping[TreePath, Leaf], rank: int) -> list[Entry]:
-    """What the manifest says about the leaves of `rank`.
+def describe_leaves(leaves: Mapping[TreePath, Leaf], sections: Sections, rank: int) -> list[Entry]:
+    """What a checkpoint says about the leaves of `rank`. Of tensors that are the same memory one is saved.
 
     Raises:
         ValueError: two tensors would have the same key.
     """
-    entries = [_describe(path, leaf, rank) for path, leaf in leaves.items()]
+    entries: list[Entry] = []
     owners: dict[tuple[str, str], TreePath] = {}
-    for entry in entries:
-        owner = owners.setdefault((entry.slot, entry.key), entry.path)
-        if entry.kind == "tensor" and owner != entry.path:
-            raise ValueError(f"{owner} and {entry.path} would both be saved as {entry.key!r}; rename one")
+    holders: dict[tuple[Any, ...], str] = {}
+    for path, leaf in leaves.items():
+        entry = _describe(path, leaf, sections, rank)
+        if isinstance(leaf, Tensor):
+            owner = owners.setdefault((entry.slot, entry.key), path)
+            if owner != path:
+                raise ValueError(f"{owner} and {path} would both be saved as {entry.key!r}; rename one")
+            if leaf.numel():
+                holder = holders.setdefault((entry.slot, entry.rank, *memory_of(leaf)), entry.key)
+                entry = replace(entry, tie=holder if holder != entry.key else "")
+        entries.append(entry)
     return entries
 
 
-def tensors_of_slot(slot: str, entries: list[Entry], leaves: Mapping[TreePath, Leaf]) -> dict[str, Any]:
-    """The tensors among `leaves` that `entries` put into `slot`, by key."""
-    return {entry.key: leaves[entry.path] for entry in entries if entry.slot == slot}
+def describe_values(leaves: Mapping[TreePath, Leaf], sections: Sections, rank: int) -> Iterator[Entry]:
+    """What a checkpoint says about the leaves that are no tensors: all there is to save of them."""
+    for path, leaf in leaves.items():
+        if not isinstance(leaf, Tensor):
+            yield _describe(path, leaf, sections, rank)
 
 
-def match(entries: Mapping[TreePath, Entry], like: Mapping[TreePath, Leaf], *, strict: bool) -> list[Entry]:
+def memory_of(tensor: Tensor) -> tuple[Any, ...]:
+    """Equal for tensors that are the same values of the same memory."""
+    layout = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else ()
+    tensor = local(tensor)
+    lazy = (tensor.is_conj(), tensor.is_neg())
+    return tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride(), *lazy, *layout
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def match(
+    entries: Mapping[TreePath, Entry], like: Mapping[TreePath, Leaf], *, strict: bool, cast: bool
+) -> list[Entry]:
     """The saved leaves that belong into a state like `like`.
 
     What `like` lacks as a whole, a section or all that is below an empty TensorDict, comes as it
@@ -133,7 +146,7 @@ def match(entries: Mapping[TreePath, Entry], like: Mapping[TreePath, Leaf], *, s
         return path in like or path[0] not in sections or any(isinstance(a, Empty) for a in above)
 
     wanted = {path: entry for path, entry in entries.items() if is_wanted(path)}
-    problems = [_difference(entry, like[path]) for path, entry in wanted.items() if path in like]
+    problems = [_difference(entry, like[path], cast) for path, entry in wanted.items() if path in like]
     if strict:
         here = [path for path, leaf in like.items() if not isinstance(leaf, Empty)]
         saved = [path for path, entry in entries.items() if entry.kind != "empty"]
@@ -148,7 +161,9 @@ def match(entries: Mapping[TreePath, Entry], like: Mapping[TreePath, Leaf], *, s
 def _walk(node: TensorDictBase, above: TreePath) -> Iterator[tuple[TreePath, Leaf]]:
     for name, value in node.items():
         path = (*above, name)
-        if is_non_tensor(value):
+        if type(value) in (Tensor, nn.Parameter) and _holds_data(value):  # nearly all
+            yield path, cast(Tensor, value)
+        elif is_non_tensor(value):
             # The list of a NonTensorData repeats its value over the batch size.
             data = value.data if isinstance(value, NonTensorData) else value.tolist()
             yield path, to_json(data, _dotted(path))
@@ -166,55 +181,56 @@ def _checked(value: Any, where: str) -> Tensor:
     is_plain = isinstance(value, Tensor) and type(value).__torch_dispatch__ is Tensor.__torch_dispatch__
     if not (is_sharded or is_plain):
         raise TypeError(f"{where} must be a plain tensor or a DTensor, got {type(value).__name__}")
-    if value.layout != torch.strided or value.is_meta or value.is_nested or value.is_quantized:
+    if not _holds_data(value):
         raise TypeError(f"{where} must be dense and hold data, got {value.layout} on {value.device}")
     if is_sharded and any(placement.is_partial() for placement in value.placements):
         raise TypeError(f"{where} must be sharded or replicated, got {value.placements}")
-    # weights_only unpickling, which reads the files, knows no other subclass.
-    return value.detach() if is_sharded else value.detach().as_subclass(Tensor)
+    return value if is_sharded else value.as_subclass(Tensor)
 
 
-def _fits(buffer: Tensor, tensor: Tensor) -> bool:
-    return _layout(buffer) == _layout(tensor)
+def _holds_data(tensor: Any) -> bool:
+    """Whether it is dense and not meta."""
+    return tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized or tensor.is_meta)
 
 
-def _layout(tensor: Tensor) -> tuple[Any, ...]:
-    mesh = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else ()
-    return tensor.shape, tensor.dtype, mesh
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _describe(path: TreePath, leaf: Leaf, rank: int) -> Entry:
-    owner = rank if path[0] in RANK_SECTIONS else None
+def _describe(path: TreePath, leaf: Leaf, sections: Sections, rank: int) -> Entry:
+    owner = rank if path[0] in sections.per_rank else None
     if isinstance(leaf, Empty):
         return Entry(path, "empty", owner)
     if not isinstance(leaf, Tensor):
         return Entry(path, "json", owner, value=leaf)
-    slot = path[0] if path[0] in SLOTS else "rest"
+    slot = sections.slot_of(path)
     names = path[1:] if slot == path[0] and len(path) > 1 else path
     prefix = () if owner is None else (f"rank_{owner}",)
     key = ".".join((*prefix, *names))
-    return Entry(path, "tensor", owner, slot, key, tuple(leaf.shape), _name(leaf.dtype))
+    return Entry(path, "tensor", owner, slot, key, tuple(leaf.shape), name_of(leaf.dtype))
 
 
-def _difference(entry: Entry, leaf: Leaf) -> str:
+def _difference(entry: Entry, leaf: Leaf, cast: bool) -> str:
     """What keeps `entry` from being read in the place of `leaf`; empty if nothing does."""
-    saved, here = _words(entry), _words(_describe(entry.path, leaf, rank=0))
+    saved, here = _words(entry.kind, entry.dtype, entry.shape), "JSON"
+    if isinstance(leaf, Tensor):
+        here = _words("tensor", name_of(leaf.dtype), leaf.shape)
+        if cast and leaf.is_floating_point() and getattr(torch, entry.dtype or "int8").is_floating_point:
+            saved = _words("tensor", name_of(leaf.dtype), entry.shape)
     if saved == here or isinstance(leaf, Empty):
         return ""
-    return f"{_dotted(entry.path)}: saved as {saved}, in the state {here}"
+    hint = (
+        "; cast=True converts it"
+        if entry.dtype and isinstance(leaf, Tensor) and leaf.shape == entry.shape
+        else ""
+    )
+    return f"{_dotted(entry.path)}: saved as {saved}, in the state {here}{hint}"
 
 
-def _words(entry: Entry) -> str:
-    if entry.kind == "tensor":
-        return f"{entry.dtype}{list(entry.shape)}"
-    return "JSON" if entry.kind == "json" else "an empty TensorDict"
+def _words(kind: str, dtype: str, shape: Sequence[int]) -> str:
+    if kind == "tensor":
+        return f"{dtype}{list(shape)}"
+    return "JSON" if kind == "json" else "an empty TensorDict"
 
 
-def _name(dtype: torch.dtype) -> str:
+def name_of(dtype: torch.dtype) -> str:
+    """As in "float32"."""
     return str(dtype).removeprefix("torch.")
 
 
