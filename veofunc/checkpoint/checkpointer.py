@@ -290,7 +290,8 @@ class Checkpointer:
                 `Path` of a directory that torch.distributed.checkpoint wrote, which has no checksums.
             strict: False keeps the value of `like` for what was not saved, and leaves out what it
                 has not.
-            verify: "full" compares all files that are read with their checksums, "sizes" only their sizes.
+            verify: "full" compares all files that are read with their checksums, "sizes" only their sizes,
+                as must be where there are no checksums.
             only: top-level keys to read; the state has no others.
             cast: whether floating-point tensors may come in another dtype, that of `like`.
             map_location: where plain tensors go, whatever device they have in `like`.
@@ -315,6 +316,10 @@ class Checkpointer:
             check_step(step)
         if verify not in ("full", "sizes"):
             raise ValueError(f'verify must be "full" or "sizes", got {verify!r}')
+        if verify == "full" and isinstance(step, os.PathLike):
+            raise ValueError(
+                f'verify must be "sizes" for {step}: what torch.distributed.checkpoint writes has no checksums'
+            )
         if ranks not in ("own", "drop", "all"):
             raise ValueError(f'ranks must be "own", "drop" or "all", got {ranks!r}')
         request = Request(

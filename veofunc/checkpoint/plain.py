@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import pickle
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +53,6 @@ def read_plain(path: os.PathLike[str], request: Request) -> dict[TreePath, Leaf]
 
     Raises:
         CheckpointError: there is none, it is not whole, or it differs from `like`.
-
-    Warns:
-        RuntimeWarning: nothing but the presence of all values can be verified.
     """
     folder, like = Path(path), request.chosen
     metadata = _metadata(folder)
@@ -75,12 +71,6 @@ def read_plain(path: os.PathLike[str], request: Request) -> dict[TreePath, Leaf]
             pieces[key] = tuple(_piece(metadata, key, chunk) for chunk in stored.chunks)
     index = SlotIndex(tuple(entry for entry in saved.values() if entry.kind == "tensor"), pieces)
     index.check_complete()
-    warnings.warn(
-        f"{folder} has no checksums: all values are there, and whether they are those that were saved cannot "
-        "be known",
-        RuntimeWarning,
-        stacklevel=5,
-    )
     wanted = match(saved, like, strict=request.strict, cast=request.cast)
     targets = targets_of(wanted, like, request.device)
     for name, reads in reads_of(wanted, SLOT, index, targets).items():

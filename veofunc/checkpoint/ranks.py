@@ -8,10 +8,13 @@ who waits looks for signs of life meanwhile.
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from itertools import count
+from queue import SimpleQueue
 from types import TracebackType
 from typing import Any
 
@@ -54,7 +57,7 @@ class Ranks:
         if self.size == 1:
             return Agreement(self, None, "")
         # A connection of its own: while it waits, other threads use theirs.
-        return Agreement(self, self._host.clone(), f"{self._name}/{about}/{number}")
+        return Agreement(self, _Store(self._host.clone, self.patience), f"{self._name}/{about}/{number}")
 
 
 class Agreement:
@@ -63,7 +66,7 @@ class Agreement:
     A context manager, in which all ranks meet. If one leaves it with an exception, so do all.
     """
 
-    def __init__(self, ranks: Ranks, store: dist.Store | None, name: str):
+    def __init__(self, ranks: Ranks, store: _Store | None, name: str):
         self._ranks = ranks
         self._store: Any = store
         self._name = name
@@ -127,7 +130,7 @@ class Agreement:
     ) -> None:
         if self._store is None:
             return
-        with suppress(RuntimeError):  # the store is gone with its process
+        with suppress(RuntimeError, TimeoutError), self._store:  # it may be gone with its process
             if error is not None and not isinstance(error, _Heard):
                 self._store.set(f"{self._name}/failure", explain(error))
             if self._everyone_heard():
@@ -170,6 +173,62 @@ class Agreement:
 
     def _beat_of(self, rank: int) -> str:
         return f"{self._name}/beat/{rank}"
+
+
+class _Store:
+    """A store that answers in time or raises, as torch's do not when the process that hosts one is stopped.
+
+    A context manager, which leaves it.
+    """
+
+    def __init__(self, connect: Callable[[], dist.Store], patience: float):
+        self._patience = patience
+        self._calls: SimpleQueue[tuple[Future[Any], str, tuple[Any, ...]] | None] = SimpleQueue()
+        # A daemon: it may never return, and nobody shall wait for it.
+        threading.Thread(target=_serve, args=(connect, self._calls), daemon=True).start()
+
+    def set(self, key: str, value: str) -> None:
+        self._call("set", key, value)
+
+    def get(self, key: str) -> bytes:
+        return self._call("get", key)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._call("check", keys)
+
+    def add(self, key: str, amount: int) -> int:
+        return self._call("add", key, amount)
+
+    def delete_key(self, key: str) -> bool:
+        return self._call("delete_key", key)
+
+    def __enter__(self) -> _Store:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._calls.put(None)
+
+    def _call(self, method: str, *args: Any) -> Any:
+        answer: Future[Any] = Future()
+        self._calls.put((answer, method, args))
+        try:
+            return answer.result(self._patience)
+        except TimeoutError as error:
+            text = f"the process group's store did not answer in {self._patience:g} s; is its process stopped?"
+            raise TimeoutError(text) from error
+
+
+def _serve(
+    connect: Callable[[], dist.Store], calls: SimpleQueue[tuple[Future[Any], str, tuple[Any, ...]] | None]
+) -> None:
+    store = None
+    while (call := calls.get()) is not None:
+        answer, method, args = call
+        try:
+            store = store or connect()
+            answer.set_result(getattr(store, method)(*args))
+        except Exception as error:  # of whoever waits for the answer
+            answer.set_exception(error)
 
 
 class _Heard(CheckpointError):

@@ -27,6 +27,7 @@ from tensordict import TensorDictBase
 
 from veofunc.checkpoint.checkpointer import Checkpointer
 from veofunc.checkpoint.manifest import CheckpointError, check_step
+from veofunc.checkpoint.ranks import Ranks
 
 __all__ = ["save_on_signal"]
 
@@ -131,8 +132,7 @@ class _LastSave:
         self._ckpt = ckpt
         self._ranks = ckpt._ranks
         self._make_state = make_state
-        agreement = self._ranks.agreement("the last step")
-        self._store, self._name = agreement._store, agreement._name
+        self._store = _store_for(self._ranks)
         self._came_at: float | None = None  # when the first signal came
         self._last: int | None = None  # the step after which all ranks stop, once they agree on it
 
@@ -175,17 +175,16 @@ class _LastSave:
 
     def _agreed(self, step: int, store: dist.Store) -> int | None:
         """The step after which all ranks stop; None as long as none of them has got a signal."""
-        asks, last = f"{self._name}/asks", f"{self._name}/last"
-        noted = [f"{self._name}/step/{rank}" for rank in range(self._ranks.size)]
-        own = str(self._ranks.rank)
-        store.set(noted[self._ranks.rank], str(step))
-        if self._came_at is not None and store.compare_set(asks, "", own).decode() == own:
+        noted = [f"step/{rank}" for rank in range(self._ranks.size)]
+        own = noted[self._ranks.rank]
+        store.set(own, str(step))
+        if self._came_at is not None and store.compare_set("asked", "", own).decode() == own:
             steps = [int(store.get(key)) for key in noted if store.check([key])]
-            store.set(last, str(max(steps) + 1))
-        elif not store.check([asks]):
+            store.set("last", str(max(steps) + 1))
+        elif not store.check(["asked"]):
             return None
-        store.wait([last], timedelta(seconds=self._ranks.patience))
-        return int(store.get(last))
+        store.wait(["last"], timedelta(seconds=self._ranks.patience))
+        return int(store.get("last"))
 
     def _failures(self) -> list[CheckpointError]:
         """What failed of the pending saves, and nobody was told yet; waits for them."""
@@ -203,6 +202,15 @@ class _LastSave:
             return agreement.round("looking for the step", lambda: None, lambda _: step in self._ckpt.steps())
 
 
+def _store_for(ranks: Ranks) -> dist.Store | None:
+    """A part of the process group's store for one block; None if there are no other ranks."""
+    if ranks.size == 1:
+        return None
+    name = f"{ranks._name}/last step"
+    number = ranks._host.add(f"{name}/{ranks.rank}", 1)
+    return dist.PrefixStore(f"{name}/{number}", ranks._host.clone())  # a connection of its own
+
+
 def _handlers(signals: tuple[int, ...]) -> dict[int, Any]:
     """Of the signals that can be handled here the handlers, which will be put back."""
     if threading.current_thread() is not threading.main_thread():
@@ -217,8 +225,8 @@ def _handlers(signals: tuple[int, ...]) -> dict[int, Any]:
     for number, handler in handlers.items():
         if handler is None:
             warnings.warn(
-                f"{signal.Signals(number).name} has a handler that Python did not install, and cannot put back; "
-                "after the block it has its default effect",
+                f"{signal.Signals(number).name} has a handler that Python did not install and cannot put "
+                "back; after the block it has its default effect",
                 RuntimeWarning,
                 stacklevel=4,
             )
@@ -227,10 +235,10 @@ def _handlers(signals: tuple[int, ...]) -> dict[int, Any]:
 
 
 def _checked(signals: Any) -> tuple[int, ...]:
-    numbers = tuple(signals) if isinstance(signals, Iterable) and not isinstance(signals, str) else ()
-    if not numbers and signals != () or not all(isinstance(number, int) for number in numbers):
+    is_many = isinstance(signals, Iterable) and not isinstance(signals, str)
+    numbers = tuple(signals) if is_many else ()
+    if not is_many or not all(isinstance(number, int) for number in numbers):
         raise TypeError(f"signals must be a tuple of signals as (signal.SIGTERM,), got {signals!r}")
-    refused = [*{*numbers} - (signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})]
-    if refused or not numbers:
+    if not numbers or not {*numbers} <= signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         raise ValueError(f"signals must be one or more that a process can handle, got {signals!r}")
     return numbers

@@ -106,11 +106,11 @@ class Slot:
         """Get hold of the values of tensors that fit; `background` copies them, if given."""
         buffer = self._buffers.pop(0)
         self._buffers.append(buffer)  # the one used longest ago is the next
-        live = LiveTensors({path: tensors[path] for path in self._live_paths})
+        live = LiveTensors({path: leaf for path, leaf in tensors.items() if path in self._live_paths})
         files = [LiveFile(file, live) for file in self._live_files]
         copied = None
         if background and not buffer.overlaps:
-            copied = background.submit(_copy_unchanged, buffer, tensors)
+            copied = background.submit(_copy_unchanged, buffer, tensors, _versions(tensors))
         else:
             buffer.copy(tensors)
             if background:
@@ -209,11 +209,12 @@ def digests_of(entries: Sequence[Entry]) -> dict[str, int]:
     return {name: crc32(repr([*group]).encode()) for name, group in groupby(shared, lambda e: e.path[0])}
 
 
-def _copy_unchanged(buffer: Staging, tensors: Mapping[TreePath, Tensor]) -> None:
-    """Copy them, if nobody writes to them meanwhile, as far as their version counters tell."""
-    before = {path: _version(tensor) for path, tensor in tensors.items()}
+def _copy_unchanged(
+    buffer: Staging, tensors: Mapping[TreePath, Tensor], before: Mapping[TreePath, int | None]
+) -> None:
+    """Copy them, if nobody wrote to them since `before`, as far as their version counters tell."""
     buffer.copy(tensors)
-    changed = [".".join(path) for path, tensor in tensors.items() if _version(tensor) != before[path]]
+    changed = [".".join(path) for path, version in _versions(tensors).items() if version != before[path]]
     if changed:
         raise CheckpointError(
             f"{', '.join(changed)}: written to while being copied; call wait_staged() before anything "
@@ -221,8 +222,8 @@ def _copy_unchanged(buffer: Staging, tensors: Mapping[TreePath, Tensor]) -> None
         )
 
 
-def _version(tensor: Tensor) -> int | None:
-    return None if tensor.is_inference() else tensor._version
+def _versions(tensors: Mapping[TreePath, Tensor]) -> dict[TreePath, int | None]:
+    return {path: None if t.is_inference() else t._version for path, t in tensors.items()}
 
 
 def _layout(tensor: Tensor) -> Any:

@@ -120,10 +120,10 @@ class LiveTensors:
             )
 
     def _look(self, path: TreePath) -> tuple[Any, ...]:
-        values, leaf = self.bytes[path], local(self.leaves[path])
+        values, leaf = self.bytes[path], self.leaves[path]
         stride = max(1, (len(values) - SAMPLE_BYTES) // (SAMPLES - 1))
         sample = values.as_strided((min(SAMPLES, len(values) // SAMPLE_BYTES), SAMPLE_BYTES), (stride, 1))
-        return None if leaf.is_inference() else leaf._version, sample.numpy().tobytes()
+        return _version(leaf), _version(local(leaf)), sample.numpy().tobytes()  # two counters if sharded
 
 
 class LiveFile:
@@ -168,6 +168,10 @@ def _box_of(tensor: Tensor, box: Box) -> Tensor:
     if box[1] == tensor.shape:
         return tensor
     return tensor[tuple(slice(start, start + size) for start, size in zip(*box, strict=True))]
+
+
+def _version(tensor: Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
 
 
 def _offset(tensor: Tensor, offsets: Sequence[int]) -> int:

@@ -157,7 +157,7 @@ class StepWriter:
 
         def write(item: tuple[str, Staged]) -> dict[str, list[int]]:
             name, staged = item
-            rate = self._bytes_per_second and self._bytes_per_second * staged.nbytes / total
+            rate = self._bytes_per_second and self._bytes_per_second * staged.nbytes / max(total, 1)
             found = staged.slot.write(staged, f"{directory}/{name}", rate, task.wrote, agreement.tick)
             return {f"{name}/{file}": [record.size, record.crc32] for file, record in found.items()}
 

@@ -1,0 +1,128 @@
+"""Tensors of a checkpoint as a safetensors file, which other programs read."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from torch import Tensor
+
+from veofunc.checkpoint.manifest import CheckpointError, Entry, TreePath, check_step, damage, step_numbers
+from veofunc.checkpoint.restore import Request, read_indices, read_step
+from veofunc.checkpoint.storage import Storage, open_storage
+
+__all__ = ["choose_step", "to_safetensors"]
+
+
+def to_safetensors(
+    directory: str | os.PathLike[str],
+    file: str | os.PathLike[str],
+    *,
+    step: int | None = None,
+    slot: str = "model",
+    force: bool = False,
+) -> dict[str, Tensor]:
+    """Write all tensors of one slot of a saved step, whole and verified, into a safetensors file.
+
+    The names are those in the state, for the slot of one section (as the model) without that. Tied
+    tensors are written once for each name, as the format has no ties; tensors that each rank saved its
+    own of are named "rank_<n>.<name>". The file appears when it is complete.
+
+    Args:
+        directory: where the steps are, as `async_checkpointer` was given it.
+        file: the new file.
+        step: which one; by default the newest complete one.
+        slot: which one.
+        force: whether a file may be there already; it is replaced.
+
+    Returns:
+        The tensors by their names, on the CPU.
+
+    Raises:
+        CheckpointError: there is no such step, or a file of it is damaged; names it.
+        FileExistsError: `file` exists.
+        ImportError: the safetensors package is not installed.
+        ValueError: the step has no such slot; lists those that it has. Or a tensor has a dtype that
+            the format lacks; names it.
+
+    Example:
+        >>> import torch, veofunc as vf
+        >>> from veofunc.checkpoint.export import to_safetensors
+        >>> model = torch.nn.Linear(2, 1)
+        >>> with vf.async_checkpointer(vf.train_state(model)) as ckpt:
+        ...     save = ckpt.save(vf.train_state(model), step=7)
+        >>> tensors = to_safetensors("checkpoints", "model.safetensors")
+        >>> from safetensors.torch import load_file
+        >>> model.load_state_dict(load_file("model.safetensors"))
+        <All keys matched successfully>
+    """
+    try:
+        from safetensors.torch import save_file
+    except ImportError as error:
+        raise ImportError("export needs the safetensors package: pip install 'veofunc[export]'") from error
+    file = Path(file)
+    if file.exists() and not force:
+        raise FileExistsError(f"{file} exists; take another name, or force to replace it")
+    storage = open_storage(directory)
+    step = choose_step(storage, step)
+    tensors = _read_slot(storage, step, slot)
+    partial = file.with_name(f".{file.name}.partial-{os.getpid()}")
+    try:
+        save_file(tensors, partial, {"format": "pt", "step": str(step)})
+        partial.replace(file)
+    except KeyError as error:
+        names = [name for name, tensor in tensors.items() if tensor.dtype in error.args]
+        raise ValueError(f"safetensors has no dtype {error.args[0]}, which these have: {names}") from error
+    finally:
+        partial.unlink(missing_ok=True)
+    return tensors
+
+
+def choose_step(storage: Storage, step: int | None) -> int:
+    """The step that is meant: by default the newest complete one, as far as file sizes tell.
+
+    Raises:
+        CheckpointError: there is none, or not that one.
+    """
+    steps = step_numbers(storage)
+    if step is None:
+        step = next((step for step in reversed(steps) if not damage(storage, step)), None)
+        if step is None:
+            raise CheckpointError(f"there is no complete step in {storage.root}")
+        return step
+    check_step(step)
+    if step not in steps:
+        raise CheckpointError(f"there is no step {step} in {storage.root}; there are {steps}")
+    return step
+
+
+def _read_slot(storage: Storage, step: int, slot: str) -> dict[str, Tensor]:
+    """All tensors of a slot by the names in it, none sharing memory with another."""
+    _, indices = read_indices(storage, step)
+    if slot not in indices:
+        raise ValueError(f"slot must be one of {sorted(indices)}, which step {step} has, got {slot!r}")
+    entries = indices[slot].entries
+    request = Request(
+        like={},
+        only=frozenset(entry.path[0] for entry in entries),
+        strict=False,
+        cast=False,
+        verify="full",
+        device=None,
+        ranks="all",
+        rank=0,
+        world_size=1,
+    )
+    leaves = read_step(storage, step, request)
+    tensors: dict[str, Tensor] = {}
+    for entry in entries:
+        tensor = leaves[_place(entry)]
+        assert isinstance(tensor, Tensor)
+        tensors[entry.key] = tensor.clone() if entry.tie else tensor
+    return tensors
+
+
+def _place(entry: Entry) -> TreePath:
+    """Where `read_step` puts a leaf."""
+    section, *rest = entry.path
+    return entry.path if entry.rank is None else (section, f"rank_{entry.rank}", *rest)
