@@ -1,6 +1,6 @@
-"""What is in a directory of checkpoints, and whether it is whole: `python -m veofunc.checkpoint --help`.
+"""Says what is in a directory of checkpoints, and whether it is whole.
 
-It only reads: a run may save there meanwhile.
+It only reads: a run may save there meanwhile. `python -m veofunc.checkpoint --help` lists the commands.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import time
+import warnings
 from collections.abc import Iterable, Sequence
 from datetime import datetime
 from math import prod
@@ -23,6 +24,7 @@ from veofunc.checkpoint.manifest import (
     DamageError,
     Entry,
     Manifest,
+    TreePath,
     read_complete,
     step_numbers,
     verify_files,
@@ -46,23 +48,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code: 0, 1 if a step is damaged, or 2 if the command cannot be carried out.
     """
     options = _parser().parse_args(arguments)
-    try:
-        storage = open_storage(options.directory)
-        if not storage.names() and not Path(storage.root).is_dir():
-            raise NotADirectoryError(f"there is nothing at {storage.root}")
-        code = options.command(storage, options)
-        sys.stdout.flush()
-        return code
-    except BrokenPipeError:  # nobody reads any more, as with `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except (CheckpointError, ImportError, OSError, TypeError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1 if isinstance(error, DamageError) else 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = lambda message, *_: print(f"warning: {message}", file=sys.stderr)
+        try:
+            storage = open_storage(options.directory)
+            if not storage.names() and not Path(storage.root).is_dir():
+                raise NotADirectoryError(f"there is nothing at {storage.root}")
+            code = options.command(storage, options)
+            sys.stdout.flush()
+            return code
+        except BrokenPipeError:  # nobody reads any more, as with `| head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 1
+        except (CheckpointError, ImportError, OSError, ValueError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1 if isinstance(error, DamageError) else 2
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m veofunc.checkpoint", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m veofunc.checkpoint", description=__doc__.partition(" `python")[0]
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def add(command, text: str, step: str) -> argparse.ArgumentParser:
@@ -86,12 +93,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _list(storage: Storage, options: argparse.Namespace) -> int:
-    rows = [("step", "saved", "size", "ranks", "slots", "")]
+    rows = [("step", "saved", "size", "ranks", "slots", "state")]
     for step in step_numbers(storage):
         try:
             manifest = read_complete(storage, step)
         except DamageError as error:
-            rows.append((f"{step}", "-", "-", "-", "-", _short(error, storage, step)))
+            rows.append((f"{step}", "-", "-", "-", "-", f"damaged: {_short(error, storage, step)}"))
         else:
             slots = " ".join(manifest.slots)
             rows.append(
@@ -142,33 +149,43 @@ def _verify(storage: Storage, options: argparse.Namespace) -> int:
 def _show(storage: Storage, options: argparse.Namespace) -> int:
     step = choose_step(storage, options.step)
     manifest, indices = read_indices(storage, step)
-    versions = ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
-    rows = [
-        ("saved", f"{_date(manifest)} by {manifest.world_size} rank{'s' * (manifest.world_size > 1)}"),
-        ("with", versions),
-        ("size", f"{_size(_nbytes(manifest))} in {len(manifest.files)} files"),
-        *((name, f"{value:g}") for name, value in manifest.metrics.items()),
-    ]
     print(f"{storage.root}/{step_name(step)}")
-    _print_table(rows, indent=2)
-    for name, index in indices.items():
-        _print_slot(name, index, options.tensors)
-    values = [(_name(entry), _value(entry)) for entry in manifest.values]
-    if values:
-        print("\nvalues")
-        _print_table(values, indent=2)
+    about = {
+        "saved": f"{_date(manifest)} by {manifest.world_size} rank{'s' * (manifest.world_size > 1)}",
+        "with": ", ".join(f"{name} {version}" for name, version in manifest.versions.items()),
+        "size": f"{_size(_nbytes(manifest))} in {len(manifest.files)} files",
+    }
+    _print_table(about.items(), indent=2)
+    _print_part("metrics", [(name, f"{value:g}") for name, value in manifest.metrics.items()])
+    _print_part("values", _values(manifest.values))
+    _print_part("slots", [_total(name, index) for name, index in indices.items()], right=(1, 3))
+    if options.tensors:
+        for name, index in indices.items():
+            _print_part(f"tensors of {name}", _tensors(index))
     return 0
 
 
-def _print_slot(name: str, index: SlotIndex, with_tensors: bool) -> None:
-    stored = [entry for entry in index.entries if not entry.tie]
-    print(f"\n{name}: {len(index.entries)} tensors, {_size(sum(map(_tensor_nbytes, stored)))}")
-    if with_tensors:
-        rows = []
-        for entry in index.entries:
-            size = f"as {entry.tie}" if entry.tie else _size(_tensor_nbytes(entry))
-            rows.append((_name(entry), entry.dtype, f"{list(entry.shape)}", size))
-        _print_table(rows, indent=2)
+def _values(entries: Iterable[Entry]) -> list[tuple[str, str]]:
+    """What is no tensor; of what each rank has its own of, that of the first."""
+    owners: dict[TreePath, list[Entry]] = {}
+    for entry in entries:
+        owners.setdefault(entry.path, []).append(entry)
+    more = {path: f" (and of {len(found) - 1} more)" * (len(found) > 1) for path, found in owners.items()}
+    return [(_name(found[0]) + more[path], _value(found[0])) for path, found in owners.items()]
+
+
+def _total(name: str, index: SlotIndex) -> tuple[str, str, str, str]:
+    nbytes = sum(_tensor_nbytes(entry) for entry in index.entries if not entry.tie)
+    return name, f"{len(index.entries)}", "tensors", _size(nbytes)
+
+
+def _tensors(index: SlotIndex) -> list[tuple[str, str, str, str]]:
+    names = {entry.key: _name(entry) for entry in index.entries}
+    sizes = [f"as {names[e.tie]}" if e.tie else _size(_tensor_nbytes(e)) for e in index.entries]
+    return [
+        (_name(entry), entry.dtype, f"{list(entry.shape)}", size)
+        for entry, size in zip(index.entries, sizes, strict=True)
+    ]
 
 
 def _export(storage: Storage, options: argparse.Namespace) -> int:
@@ -194,6 +211,12 @@ def _problems(storage: Storage, manifest: Manifest) -> list[str]:
 
 def _short(error: Exception, storage: Storage, step: int) -> str:
     return str(error).replace(f"{storage.root}/{step_name(step)}/", "")
+
+
+def _print_part(title: str, rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> None:
+    if rows:
+        print(f"\n{title}")
+        _print_table(rows, right, indent=2)
 
 
 def _print_table(rows: Iterable[Sequence[str]], right: Sequence[int] = (), indent: int = 0) -> None:
@@ -231,13 +254,12 @@ def _tensor_nbytes(entry: Entry) -> int:
 
 
 def _size(nbytes: float) -> str:
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if nbytes < 1000:
-            break
-        nbytes /= 1024
-    else:
-        unit = "TiB"
-    return f"{nbytes} bytes" if unit == "bytes" else f"{nbytes:.3g} {unit}"
+    if nbytes < 1000:
+        return f"{nbytes} bytes"
+    units = iter(("KiB", "MiB", "GiB", "TiB", "PiB"))
+    while nbytes >= 1000:
+        nbytes, unit = nbytes / 1024, next(units)
+    return f"{nbytes:.3g} {unit}"
 
 
 if __name__ == "__main__":

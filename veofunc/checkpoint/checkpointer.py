@@ -328,7 +328,7 @@ class Checkpointer:
             strict=strict,
             cast=cast,
             verify=verify,
-            device=None if map_location is None else torch.device(map_location),
+            device=None if map_location is None else _device(map_location),
             ranks=ranks,
             rank=self._ranks.rank,
             world_size=self._ranks.size,
@@ -584,6 +584,17 @@ class Checkpointer:
 
 def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(32, thread_name_prefix="veofunc-checkpoint")
+
+
+def _device(where: torch.device | str) -> torch.device:
+    text = f'map_location must be a device that holds values, as "cpu" or "cuda:0", got {where!r}'
+    try:
+        device = torch.device(where)
+    except RuntimeError as error:
+        raise ValueError(text) from error
+    if device.type == "meta":
+        raise ValueError(text)
+    return device
 
 
 def _checked(metrics: Any) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from pathlib import Path
 
 from torch import Tensor
@@ -42,8 +43,12 @@ def to_safetensors(
         CheckpointError: there is no such step, or a file of it is damaged; names it.
         FileExistsError: `file` exists.
         ImportError: the safetensors package is not installed.
-        ValueError: the step has no such slot; lists those that it has. Or a tensor has a dtype that
-            the format lacks; names it.
+        OSError: `file` cannot be written.
+        ValueError: the step has no such slot; lists those that it has. Or tensors have a dtype that
+            the format lacks; names them.
+
+    Warns:
+        RuntimeWarning: a newer step is skipped; says what is wrong with it.
 
     Example:
         >>> import torch, veofunc as vf
@@ -57,6 +62,7 @@ def to_safetensors(
         <All keys matched successfully>
     """
     try:
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
     except ImportError as error:
         raise ImportError("export needs the safetensors package: pip install 'veofunc[export]'") from error
@@ -73,6 +79,8 @@ def to_safetensors(
     except KeyError as error:
         names = [name for name, tensor in tensors.items() if tensor.dtype in error.args]
         raise ValueError(f"safetensors has no dtype {error.args[0]}, which these have: {names}") from error
+    except SafetensorError as error:
+        raise OSError(f"{file} cannot be written: {error}") from error
     finally:
         partial.unlink(missing_ok=True)
     return tensors
@@ -83,17 +91,22 @@ def choose_step(storage: Storage, step: int | None) -> int:
 
     Raises:
         CheckpointError: there is none, or not that one.
+
+    Warns:
+        RuntimeWarning: a newer one is skipped; says what is wrong with it.
     """
     steps = step_numbers(storage)
-    if step is None:
-        step = next((step for step in reversed(steps) if not damage(storage, step)), None)
-        if step is None:
-            raise CheckpointError(f"there is no complete step in {storage.root}")
+    if step is not None:
+        check_step(step)
+        if step not in steps:
+            raise CheckpointError(f"there is no step {step} in {storage.root}; there are {steps}")
         return step
-    check_step(step)
-    if step not in steps:
-        raise CheckpointError(f"there is no step {step} in {storage.root}; there are {steps}")
-    return step
+    for newest in reversed(steps):
+        reason = damage(storage, newest)
+        if not reason:
+            return newest
+        warnings.warn(f"step {newest} is skipped: {reason}", RuntimeWarning, stacklevel=3)
+    raise CheckpointError(f"there is no complete step in {storage.root}")
 
 
 def _read_slot(storage: Storage, step: int, slot: str) -> dict[str, Tensor]:

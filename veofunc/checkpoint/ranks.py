@@ -46,6 +46,8 @@ class Ranks:
         self._counts: dict[str, count[int]] = {}
         if dist.is_available() and dist.is_initialized():
             members = dist.get_process_group_ranks(group)
+            if dist.get_rank() not in members:
+                raise ValueError(f"process_group must have this rank, {dist.get_rank()}, in it, has {members}")
             self.rank, self.size = members.index(dist.get_rank()), len(members)
             self._host: Any = dist.distributed_c10d._get_default_store()  # as long as this lives, so does it
             self._name = f"veofunc/checkpoint/{'-'.join(map(str, members)) if group else 'all'}"
@@ -97,7 +99,10 @@ class Agreement:
             self._store.set(parts[rank], json.dumps(own))
             if rank:
                 return self._hear(decision, 0)
-            decided = decide([self._hear(parts[other], other) for other in ranks])
+            heard = [self._hear(parts[other], other) for other in ranks]
+            if failure := self._read(f"{self._name}/failure"):  # another has given up this rank, which was late
+                raise _Heard(failure)
+            decided = decide(heard)
             self._store.set(decision, json.dumps(decided))
             return decided
         except _Heard:

@@ -39,6 +39,7 @@ class Retention:
             not isinstance(keep_best, tuple)
             or len(keep_best) not in (2, 3)
             or not isinstance(keep_best[0], str)
+            or keep_best[1] is None
         ):
             raise TypeError(f'keep_best must be as ("loss", 2) or ("accuracy", 2, "max"), got {keep_best!r}')
         name, number, direction = (*keep_best, "min")[:3]

@@ -208,18 +208,14 @@ def _describe(path: TreePath, leaf: Leaf, sections: Sections, rank: int) -> Entr
 
 def _difference(entry: Entry, leaf: Leaf, cast: bool) -> str:
     """What keeps `entry` from being read in the place of `leaf`; empty if nothing does."""
-    saved, here = _words(entry.kind, entry.dtype, entry.shape), "JSON"
+    saved, here, can_cast = _words(entry.kind, entry.dtype, entry.shape), "JSON", False
     if isinstance(leaf, Tensor):
         here = _words("tensor", name_of(leaf.dtype), leaf.shape)
-        if cast and leaf.is_floating_point() and getattr(torch, entry.dtype or "int8").is_floating_point:
-            saved = _words("tensor", name_of(leaf.dtype), entry.shape)
-    if saved == here or isinstance(leaf, Empty):
+        are_floats = leaf.is_floating_point() and getattr(torch, entry.dtype or "int8").is_floating_point
+        can_cast = are_floats and leaf.shape == entry.shape
+    if saved == here or isinstance(leaf, Empty) or (cast and can_cast):
         return ""
-    hint = (
-        "; cast=True converts it"
-        if entry.dtype and isinstance(leaf, Tensor) and leaf.shape == entry.shape
-        else ""
-    )
+    hint = "; cast=True converts it" if can_cast else ""
     return f"{_dotted(entry.path)}: saved as {saved}, in the state {here}{hint}"
 
 
