@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     with warnings.catch_warnings():
         warnings.simplefilter("always")
-        warnings.showwarning = lambda message, *_: print(f"warning: {message}", file=sys.stderr)
+        warnings.showwarning = _show_warning  # ty: ignore[invalid-assignment]
         try:
             storage = open_storage(options.directory)
             if not storage.names() and not Path(storage.root).is_dir():
@@ -196,6 +196,10 @@ def _export(storage: Storage, options: argparse.Namespace) -> int:
     size = _size(sum(tensor.nbytes for tensor in tensors.values()))
     print(f"step {step}: {len(tensors)} tensors of {options.slot}, {size}, verified, to {options.file}")
     return 0
+
+
+def _show_warning(message: Warning | str, *_: object) -> None:
+    print(f"warning: {message}", file=sys.stderr)
 
 
 def _problems(storage: Storage, manifest: Manifest) -> list[str]:

@@ -9,8 +9,9 @@ import threading
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeVar
@@ -105,7 +106,7 @@ def async_checkpointer(
         ValueError: an option has a wrong value, or two leaves would have the same name on disk.
 
     Warns:
-        RuntimeWarning: another process writes there: this one can read.
+        RuntimeWarning: another process writes there, or this one may not: it can read.
 
     Example:
         >>> import torch, veofunc as vf
@@ -147,11 +148,14 @@ class Checkpointer:
         self._slots: dict[str, Slot] = {}
         self._saves: list[tuple[Save, frozenset[str]]] = []  # with their slots; those not known to have ended
         self._damaged: set[int] = set()  # steps that look complete, but `restore` has found otherwise
+        self._retaining = threading.Lock()
         self._turn = threading.Lock()
         self._saving: int | None = None  # the thread whose turn it is
         self._threads = _threads()
         self._is_mine = False  # whether this may write
         weakref.finalize(self, storage.release)
+        # What concurrent.futures itself uses: `atexit` comes when its pools are closed already.
+        threading._register_atexit(_finish, weakref.ref(self), os.getpid())  # ty: ignore[missing-attribute]
         describe_leaves(leaves, options.sections, ranks.rank)  # refuses names that would be the same
         if self._open():
             self._prepare(leaves, self._by_slot(leaves))
@@ -238,7 +242,7 @@ class Checkpointer:
 
     def steps(self) -> tuple[int, ...]:
         """All complete steps in ascending order, as far as manifests and file sizes tell."""
-        return tuple(step for step in step_numbers(self._storage) if not self._damage(step))
+        return tuple(step for step in step_numbers(self._storage) if not damage(self._storage, step))
 
     def latest(self) -> int | None:
         """The newest complete step, as far as manifests and file sizes tell; None if there is none.
@@ -246,12 +250,7 @@ class Checkpointer:
         Warns:
             RuntimeWarning: a newer one is skipped; says what is wrong with it.
         """
-        for step in reversed(step_numbers(self._storage)):
-            reason = self._damage(step)
-            if not reason:
-                return step
-            warnings.warn(f"step {step} is skipped: {reason}", RuntimeWarning, stacklevel=2)
-        return None
+        return self._newest(frozenset())
 
     def verify(self, step: int) -> None:
         """Read all files of `step` and compare them with their checksums.
@@ -318,7 +317,7 @@ class Checkpointer:
             raise ValueError(f'verify must be "full" or "sizes", got {verify!r}')
         if verify == "full" and isinstance(step, os.PathLike):
             raise ValueError(
-                f'verify must be "sizes" for {step}: what torch.distributed.checkpoint writes has no checksums'
+                f'verify must be "sizes" for {step}: torch.distributed.checkpoint writes no checksums'
             )
         if ranks not in ("own", "drop", "all"):
             raise ValueError(f'ranks must be "own", "drop" or "all", got {ranks!r}')
@@ -389,7 +388,7 @@ class Checkpointer:
         overwrite: bool,
         block: bool,
     ) -> Save:
-        agreement = self._ranks.agreement("save")
+        agreement = self._ranks.agreement("save", background=True)
         slots: frozenset[str] = frozenset()
         try:
             check_step(step)
@@ -477,7 +476,9 @@ class Checkpointer:
             raise FileExistsError(f"{where} is being saved already")
         if step not in step_numbers(self._storage):
             return
-        reason = self._damage(step)
+        reason = damage(self._storage, step)
+        if step in self._damaged:
+            reason = reason or "a file is damaged, as restore has found"
         if reason and self._ranks.rank == 0:
             name = self._storage.set_aside(step)
             logger.warning("%s is no complete step (%s); it was moved to %s", where, reason, name)
@@ -521,13 +522,18 @@ class Checkpointer:
             self._slots[name] = Slot(name, shared)
         return self._slots[name]
 
-    def _damage(self, step: int) -> str:
-        if step in self._damaged:
-            return "a file is damaged, as restore has found"
-        return damage(self._storage, step)
+    def _newest(self, besides: Container[int]) -> int | None:
+        """The newest step that looks complete, with a warning for each newer one that does not."""
+        for step in reversed(step_numbers(self._storage)):
+            reason = "" if step in besides else damage(self._storage, step)
+            if reason:
+                warnings.warn(f"step {step} is skipped: {reason}", RuntimeWarning, stacklevel=3)
+            elif step not in besides:
+                return step
+        return None
 
-    def _choose(self, step: int | None) -> int:
-        step = self.latest() if step is None else step
+    def _choose(self, step: int | None, besides: Container[int] = ()) -> int:
+        step = self._newest(besides) if step is None else step
         root = self._storage.root
         if step is None:
             raise CheckpointError(f"there is no complete step in {root}")
@@ -537,9 +543,12 @@ class Checkpointer:
 
     def _read(self, step: int | None, request: Request) -> dict[TreePath, Leaf]:
         """The leaves of the step, or of the newest good one; on all ranks together."""
+        skipped: set[int] = set()
         while True:
             with self._ranks.agreement("restore") as agreement:
-                chosen = agreement.round("choosing a step", lambda: None, lambda _: self._choose(step))
+                chosen = agreement.round(
+                    "choosing a step", lambda: None, lambda _: self._choose(step, skipped)
+                )
                 leaves: dict[TreePath, Leaf] = {}
 
                 def read(chosen: int = chosen, leaves: dict[TreePath, Leaf] = leaves) -> str:
@@ -554,6 +563,7 @@ class Checkpointer:
             if not found:
                 return leaves
             self._damaged.add(chosen)
+            skipped.add(chosen)
             if step is not None:
                 raise CheckpointError(f"{found}; {self._way_out(chosen)}")
             warnings.warn(f"step {chosen} is skipped: {found}", RuntimeWarning, stacklevel=3)
@@ -567,19 +577,31 @@ class Checkpointer:
 
     def _way_out(self, step: int) -> str:
         """What to do about a damaged step."""
-        older = [other for other in step_numbers(self._storage) if other < step and not self._damage(other)]
+        older = [other for other in self.steps() if other < step and other not in self._damaged]
         where = f"{self._storage.root}/{step_name(step)}"
         if not older:
             return f"no older one is complete; to go on without it, remove {where}"
         return f"restore(like, step={older[-1]}), or remove {where} to restore the newest of the others"
 
     def _remove_older(self, saved: int) -> None:
-        metrics = {step: read_complete(self._storage, step).metrics for step in self.steps()}
-        for step in self._options.retention.doomed(metrics, saved):
-            try:
-                self._storage.remove(step_name(step))
-            except OSError as error:  # the save has succeeded; the next one tries again
-                logger.warning("step %d could not be removed: %s", step, error)
+        with self._retaining:
+            metrics: dict[int, Mapping[str, float]] = {}
+            for step in step_numbers(self._storage):
+                with suppress(DamageError):  # it does not count
+                    metrics[step] = read_complete(self._storage, step).metrics
+            for step in self._options.retention.doomed(metrics, saved):
+                try:
+                    self._storage.remove(step_name(step))
+                except OSError as error:  # the save has succeeded; the next one tries again
+                    logger.warning("step %d could not be removed: %s", step, error)
+
+
+def _finish(checkpointer: weakref.ref[Checkpointer], process: int) -> None:
+    """At the end of the process wait for pending saves: after this no pool of threads takes new work."""
+    ckpt = checkpointer()
+    if ckpt is not None and os.getpid() == process:  # a fork has none of its threads
+        for save, _ in ckpt._saves:
+            save._ended()
 
 
 def _threads() -> ThreadPoolExecutor:

@@ -68,7 +68,7 @@ def to_safetensors(
         raise ImportError("export needs the safetensors package: pip install 'veofunc[export]'") from error
     file = Path(file)
     if file.exists() and not force:
-        raise FileExistsError(f"{file} exists; take another name, or force to replace it")
+        raise FileExistsError(f"{file} exists; take another name, or replace it with force=True (--force)")
     storage = open_storage(directory)
     step = choose_step(storage, step)
     tensors = _read_slot(storage, step, slot)

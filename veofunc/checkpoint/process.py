@@ -147,9 +147,13 @@ class WriterProcess:
         with theirs:
             command = [sys.executable, "-I", "-S", str(SCRIPT), str(theirs.fileno())]
             # A session of its own: Ctrl-C, which is for the training process, does not reach it.
-            process = subprocess.Popen(
-                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
-            )
+            try:
+                process = subprocess.Popen(
+                    command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
+                )
+            except BaseException:
+                ours.close()
+                raise
         self._process, self._connection = process, ours
         self._ender = weakref.finalize(self, _end, process, ours)
 

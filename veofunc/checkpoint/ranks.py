@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Generator
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import count
 from queue import SimpleQueue
 from types import TracebackType
@@ -47,19 +48,39 @@ class Ranks:
         if dist.is_available() and dist.is_initialized():
             members = dist.get_process_group_ranks(group)
             if dist.get_rank() not in members:
-                raise ValueError(f"process_group must have this rank, {dist.get_rank()}, in it, has {members}")
+                raise ValueError(
+                    f"process_group must have this rank, {dist.get_rank()}, in it, has {members}"
+                )
             self.rank, self.size = members.index(dist.get_rank()), len(members)
             self._host: Any = dist.distributed_c10d._get_default_store()  # as long as this lives, so does it
             self._name = f"veofunc/checkpoint/{'-'.join(map(str, members)) if group else 'all'}"
             self._name += f"/{self._host.add(f'{self._name}/{self.rank}', 1)}"
+            self._main = _Store(lambda: self._host, patience)
+            # Ready before it is needed: when several ranks connect at once, it may take seconds.
+            self._idle = [_Store(self._host.clone, patience)]
 
-    def agreement(self, about: str) -> Agreement:
-        """The next one about this. All ranks ask for it in the same order."""
+    def agreement(self, about: str, *, background: bool = False) -> Agreement:
+        """The next one about this. All ranks ask for it in the same order.
+
+        Args:
+            about: its subject.
+            background: whether it goes on while the main thread may be using the store.
+        """
         number = next(self._counts.setdefault(about, count()))
-        if self.size == 1:
-            return Agreement(self, None, "")
-        # A connection of its own: while it waits, other threads use theirs.
-        return Agreement(self, _Store(self._host.clone, self.patience), f"{self._name}/{about}/{number}")
+        return Agreement(self, f"{self._name}/{about}/{number}" if self.size > 1 else "", background)
+
+    @contextmanager
+    def store(self, background: bool) -> Generator[_Store]:
+        """The store; in the background by a connection of its own, as the main thread may wait in torch's."""
+        if not background:
+            yield self._main
+            return
+        try:
+            store = self._idle.pop()
+        except IndexError:
+            store = _Store(self._host.clone, self.patience)
+        yield store
+        self._idle.append(store)
 
 
 class Agreement:
@@ -68,10 +89,12 @@ class Agreement:
     A context manager, in which all ranks meet. If one leaves it with an exception, so do all.
     """
 
-    def __init__(self, ranks: Ranks, store: _Store | None, name: str):
+    def __init__(self, ranks: Ranks, name: str, background: bool):
         self._ranks = ranks
-        self._store: Any = store
         self._name = name
+        self._background = background
+        self._store: Any = None  # of more than one rank, while they meet
+        self._stack = ExitStack()
         self._keys = [f"{name}/heard", f"{name}/failure"]
         self._round = self._beats = 0
         self._beat_at = 0.0
@@ -100,7 +123,9 @@ class Agreement:
             if rank:
                 return self._hear(decision, 0)
             heard = [self._hear(parts[other], other) for other in ranks]
-            if failure := self._read(f"{self._name}/failure"):  # another has given up this rank, which was late
+            if failure := self._read(
+                f"{self._name}/failure"
+            ):  # another has given up this rank, which was late
                 raise _Heard(failure)
             decided = decide(heard)
             self._store.set(decision, json.dumps(decided))
@@ -125,6 +150,8 @@ class Agreement:
             raise _Heard(failure)
 
     def __enter__(self) -> Agreement:
+        if self._ranks.size > 1:
+            self._store = self._stack.enter_context(self._ranks.store(self._background))
         return self
 
     def __exit__(
@@ -135,7 +162,7 @@ class Agreement:
     ) -> None:
         if self._store is None:
             return
-        with suppress(RuntimeError, TimeoutError), self._store:  # it may be gone with its process
+        with self._stack, suppress(RuntimeError, TimeoutError):  # it may be gone with its process
             if error is not None and not isinstance(error, _Heard):
                 self._store.set(f"{self._name}/failure", explain(error))
             if self._everyone_heard():
@@ -181,14 +208,12 @@ class Agreement:
 
 
 class _Store:
-    """A store that answers in time or raises, as torch's do not when the process that hosts one is stopped.
-
-    A context manager, which leaves it.
-    """
+    """A store that answers in time or raises, as torch's do not when the process of one is stopped."""
 
     def __init__(self, connect: Callable[[], dist.Store], patience: float):
         self._patience = patience
         self._calls: SimpleQueue[tuple[Future[Any], str, tuple[Any, ...]] | None] = SimpleQueue()
+        weakref.finalize(self, self._calls.put, None)
         # A daemon: it may never return, and nobody shall wait for it.
         threading.Thread(target=_serve, args=(connect, self._calls), daemon=True).start()
 
@@ -207,19 +232,15 @@ class _Store:
     def delete_key(self, key: str) -> bool:
         return self._call("delete_key", key)
 
-    def __enter__(self) -> _Store:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._calls.put(None)
-
     def _call(self, method: str, *args: Any) -> Any:
         answer: Future[Any] = Future()
         self._calls.put((answer, method, args))
         try:
             return answer.result(self._patience)
         except TimeoutError as error:
-            text = f"the process group's store did not answer in {self._patience:g} s; is its process stopped?"
+            text = (
+                f"the process group's store did not answer in {self._patience:g} s; is its process stopped?"
+            )
             raise TimeoutError(text) from error
 
 

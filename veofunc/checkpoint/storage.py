@@ -6,6 +6,7 @@ renamed the manifest, which makes a step complete, is written last.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
@@ -148,7 +149,12 @@ class LocalStorage:
 
     def claim(self) -> str:
         self._path.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self._path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            descriptor = os.open(self._path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EROFS):
+                raise
+            return f"nobody here ({error.strerror})"  # who may not write can read
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
