@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from tests.gpu import no_sync, offload
+from tests.gpu import checkpoint, no_sync, offload
 
 TINY = "--device cpu --rounds 1 --width 16 --layers 2 --heads 2 --batch 2 --tokens 8 --dtype float32"
 
@@ -27,6 +27,13 @@ def test_the_rehearsal_of_steps_without_synchronisation_checks_every_loss(capsys
     no_sync.main(["--device", "cpu"])
     out = capsys.readouterr().out
     assert out == "checked on cpu: output, output, deterministic, intercept, pair, router\n"
+
+
+def test_the_rehearsal_of_saves_checks_every_way_and_measures(capsys):
+    checkpoint.main(["--device", "cpu", "--width", "16", "--rounds", "1"])
+    out = capsys.readouterr().out
+    assert f"checked on cpu: {', '.join(checkpoint.WAYS)}" in out
+    assert re.search(r"^save .* [\d.]+x$", out, re.MULTILINE)
 
 
 def test_gradients_that_differ_are_an_error():

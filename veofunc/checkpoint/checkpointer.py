@@ -33,7 +33,7 @@ from veofunc.checkpoint.manifest import (
 )
 from veofunc.checkpoint.options import Options, names_of
 from veofunc.checkpoint.plain import read_plain
-from veofunc.checkpoint.ranks import BEAT, Agreement, Ranks, explain
+from veofunc.checkpoint.ranks import Agreement, Ranks, explain
 from veofunc.checkpoint.restore import Request, read_step
 from veofunc.checkpoint.save import Save
 from veofunc.checkpoint.slot import Slot, SlotOptions
@@ -433,8 +433,7 @@ class Checkpointer:
         where = f"{self._storage.root}/{step_name(save.step)}"
         try:
             for other in before:
-                while not other._ended(BEAT):
-                    agreement.tick()
+                other._ended()
             self._writer.write(task, agreement)
             self._damaged.discard(save.step)
             if self._ranks.rank == 0:

@@ -14,7 +14,6 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +35,12 @@ class Arena:
         pin: whether an accelerator shall copy into it without a detour.
 
     Attributes:
+        descriptor: of the memory; no other arena has the same while this lives.
         memory: all of it, as bytes.
         images: for each file where it starts, its size, and the places of its items.
     """
 
-    _numbers = count()
-
     def __init__(self, images: Sequence[tuple[int, Sequence[ItemPlace]]], *, pin: bool = False):
-        self.number = next(Arena._numbers)
         self.images: list[tuple[int, int, Sequence[ItemPlace]]] = []
         end = 0
         for size, items in images:
@@ -97,11 +94,11 @@ class WriterProcess:
         if self._process is None or self._process.poll() is not None:
             self.close()
             self._start()
-        if arena.number not in self._known:
-            message = {"arena": arena.number, "bytes": arena.nbytes, "table": arena.table}
+        if arena.descriptor not in self._known:
+            message = {"arena": arena.descriptor, "bytes": arena.nbytes, "table": arena.table}
             self._send(message, arena.descriptor)
-            self._known.add(arena.number)
-        self._send({"arena": arena.number, "paths": [*paths], "bytes_per_second": bytes_per_second})
+            self._known.add(arena.descriptor)
+        self._send({"arena": arena.descriptor, "paths": [*paths], "bytes_per_second": bytes_per_second})
 
     def finish(self, wrote: Callable[[int], None], tick: Callable[[], None]) -> list[FileRecord]:
         """Wait for the files, and give their sizes and checksums.
