@@ -48,4 +48,4 @@ def small_disk(directory: Path, nbytes: int) -> Generator[Path]:
     try:
         yield directory
     finally:
-        subprocess.run(["umount", directory], check=True)
+        subprocess.run(["umount", "--lazy", directory], check=True)

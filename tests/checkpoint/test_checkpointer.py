@@ -586,7 +586,6 @@ def test_a_damaged_newest_step_is_skipped_and_named_an_error_that_says_what_to_d
     with pytest.raises(CheckpointError, match="CRC-32") as caught:
         ckpt.restore(state_of(0), 5)
     assert f"restore(like, step=3), or remove {tmp_path / 'step_5'}" in str(caught.value)
-    assert ckpt.steps() == (1, 3)  # now it is known to be damaged
     (tmp_path / "step_1" / "model" / "__0_0.distcp").write_bytes(bytes(10))
     with pytest.raises(CheckpointError, match=r"no older one is complete.* remove .*step_1"):
         ckpt.restore(state_of(0), step=1)

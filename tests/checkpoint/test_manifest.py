@@ -1,166 +1,213 @@
 import json
-import os
 import zlib
+from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from tests.checkpoint.support import flip
 from veofunc.checkpoint.manifest import (
     CheckpointError,
     Entry,
+    FileRecord,
     Manifest,
-    commit,
+    check_step,
     damage,
-    describe_file,
     read_complete,
-    remove_abandoned,
-    remove_step,
+    read_file,
     step_numbers,
-    temporary_step,
+    to_bytes,
     verify_files,
 )
+from veofunc.checkpoint.storage import LocalStorage, open_storage
 
-ENTRIES = (
-    Entry(("model", "a.b"), "tensor", None, "model", "a.b", (2, 3), "bfloat16"),
-    Entry(("rng", "torch"), "tensor", 0, "rest", "rank_0.rng.torch", (), "uint8"),
+VALUES = (
     Entry(("step",), "json", value=0),
     Entry(("best",), "json", value=[float("inf"), None, "ä\n", {"x": 1e-300}]),
     Entry(("none",), "json"),
+    Entry(("loader", "position"), "json", 1, value=[3]),
     Entry(("optimizer", "state"), "empty"),
 )
-
-
-DEEP = b"[" * 900 + b"]" * 900
-DEEPER = b"[" * 100_000
+CONTENT = b"0123456789"
+FILES = {"model/data": FileRecord(10, zlib.crc32(CONTENT))}
+MANIFEST = Manifest(5, 2, ("model",), {"torch": "2"}, 1e9 + 0.1, {"loss": 0.5}, FILES, VALUES)
 
 
 @pytest.fixture
-def step(tmp_path):
-    """A committed step 5 of one file of 10 bytes."""
-    with temporary_step(tmp_path, 5) as unfinished:
-        (unfinished / "model").mkdir()
-        (unfinished / "model" / "data").write_bytes(b"0123456789")
-        files = {"model/data": describe_file(unfinished / "model" / "data")}
-        manifest = Manifest(5, 2, ("model",), {"torch": "2"}, files, ENTRIES)
-        commit(unfinished, tmp_path / "step_5", manifest)
+def storage(tmp_path) -> LocalStorage:
+    """Has a complete step 5 of one file of 10 bytes."""
+    (tmp_path / "step_5" / "model").mkdir(parents=True)
+    (tmp_path / "step_5" / "model" / "data").write_bytes(CONTENT)
+    (tmp_path / "step_5" / "manifest.json").write_bytes(to_bytes(MANIFEST))
+    return LocalStorage(tmp_path)
+
+
+@pytest.fixture
+def step(storage, tmp_path):
     return tmp_path / "step_5"
 
 
 def rewrite(path, **changes):
+    """With other fields and the checksum of them."""
     body = {**json.loads(path.read_text()), **changes}
     del body["crc32"]
-    body["crc32"] = zlib.crc32(json.dumps(body, sort_keys=True).encode())
-    path.write_text(json.dumps(body))
+    text = json.dumps(body, indent=1).encode().removesuffix(b"\n}")
+    path.write_bytes(text + b',\n "crc32": %d\n}' % zlib.crc32(text))
 
 
-def test_a_manifest_comes_back_as_it_was_written(step):
-    manifest = read_complete(step)
-    assert manifest.entries == ENTRIES
-    assert (manifest.step, manifest.world_size, manifest.slots) == (5, 2, ("model",))
-    assert manifest.files["model/data"].size == 10
-    assert manifest.files["model/data"].crc32 == zlib.crc32(b"0123456789")
+def test_a_manifest_comes_back_as_it_was_written(storage):
+    assert read_complete(storage, 5) == MANIFEST
 
 
-def test_commit_leaves_nothing_but_the_step(step):
-    assert os.listdir(step.parent) == ["step_5"]
-    assert sorted(os.listdir(step)) == ["manifest.json", "model"]
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=20,
+)
 
 
-def test_a_step_is_as_readable_as_other_directories(step):
-    step.with_name("other").mkdir()
-    assert step.stat().st_mode == step.with_name("other").stat().st_mode
+@given(st.lists(JSON), st.dictionaries(st.text(), st.floats(allow_nan=False) | st.integers()))
+def test_every_json_value_and_metric_comes_back(tmp_path_factory, values, metrics):
+    path = tmp_path_factory.getbasetemp() / "json" / "step_5"
+    path.mkdir(parents=True, exist_ok=True)
+    entries = tuple(Entry((f"x{i}", "crc32"), "json", value=value) for i, value in enumerate(values))
+    manifest = replace(MANIFEST, metrics=metrics, files={}, values=entries)
+    (path / "manifest.json").write_bytes(to_bytes(manifest))
+    read = read_complete(open_storage(path.parent), 5)
+    assert read == manifest
+    assert repr(read) == repr(manifest)  # also -0.0, True and 1.0
 
 
-def test_what_is_not_committed_is_removed(tmp_path):
-    with pytest.raises(KeyError), temporary_step(tmp_path, 5) as unfinished:
-        (unfinished / "data").write_bytes(b"1")
-        raise KeyError
-    assert os.listdir(tmp_path) == []
+def test_a_manifest_is_json_that_anyone_can_read(step):
+    body = json.loads((step / "manifest.json").read_text())
+    assert body["files"]["model/data"] == {"size": 10, "crc32": zlib.crc32(CONTENT)}
+    assert body["values"][0] == {"path": ["step"], "kind": "json", "value": 0}
 
 
-def test_commit_does_not_replace_a_step(step):
-    with (
-        pytest.raises(OSError, match="not empty"),
-        temporary_step(step.parent, 5) as unfinished,
-    ):
-        commit(unfinished, step, Manifest(5, 1, (), {}, {}, ()))
-    assert read_complete(step).entries == ENTRIES
+def test_any_flipped_bit_of_a_manifest_is_found(storage, step):
+    file = step / "manifest.json"
+    for place in range(file.stat().st_size):
+        for bit in (0, 5, 7):
+            flip(file, place, bit)
+            assert str(file) in damage(storage, 5), (place, bit)
+            flip(file, place, bit)
+    assert damage(storage, 5) == ""
 
 
-def test_an_unfinished_step_is_no_step_and_is_removed_once_its_writer_is_gone(tmp_path, caplog):
-    abandoned = tmp_path / ".unfinished-step_3-abc"
-    (abandoned / "model").mkdir(parents=True)
-    (tmp_path / ".unfinished-file").write_text("not a directory")
-    with temporary_step(tmp_path, 4) as living:
-        assert step_numbers(tmp_path) == []
-        remove_abandoned(tmp_path)
-        assert living.exists()
-    assert not abandoned.exists()
-    assert str(abandoned) in caplog.text
+def test_a_manifest_cut_short_or_made_longer_anywhere_is_found(storage, step):
+    file = step / "manifest.json"
+    content = file.read_bytes()
+    for place in range(len(content)):
+        file.write_bytes(content[:place])
+        assert "differs from its checksum" in damage(storage, 5), place
+    for more in (b"\n", b" ", b"}", b"\0"):
+        file.write_bytes(content + more)
+        assert "differs from its checksum" in damage(storage, 5)
+        file.write_bytes(more + content)
+        assert "differs from its checksum" in damage(storage, 5)
 
 
-def test_steps_are_whole_names_with_plain_numbers_in_numeric_order(tmp_path):
-    names = ["step_10", "step_9", "step_0", "step_01", "step_1x", "xstep_1", "step_٣", "step_"]
-    for name in names:
-        (tmp_path / name).mkdir()
-    assert step_numbers(tmp_path) == [0, 9, 10]
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b"null", b"\xff", b"[" * 100_000])
+def test_a_manifest_that_is_none_is_damaged(content, storage, step):
+    (step / "manifest.json").write_bytes(content)
+    assert "differs from its checksum" in damage(storage, 5)
 
 
-def test_a_removed_step_is_gone(step):
-    remove_step(step)
-    assert os.listdir(step.parent) == []
+def test_a_manifest_of_another_format_or_step_is_refused(storage, step):
+    rewrite(step / "manifest.json")
+    assert damage(storage, 5) == ""
+    rewrite(step / "manifest.json", format=1, versions={"veofunc": "9"})
+    assert "another veofunc, {'veofunc': '9'}" in damage(storage, 5)
+    rewrite(step / "manifest.json", format=2, step=6)
+    assert "is of step 6" in damage(storage, 5)
+
+
+def test_a_step_without_a_manifest_is_unfinished(storage, step):
+    (step / "manifest.json").unlink()
+    assert "No such file or directory; the save was not finished" in damage(storage, 5)
 
 
 @pytest.mark.parametrize(
     ("content", "text"),
-    [(None, "No such file"), (b"0123", "has 4 bytes, must have 10")],
-    ids=["missing", "short"],
+    [(None, "No such file"), (b"0123", "has 4 bytes, must have 10"), (CONTENT + b"x", "has 11 bytes")],
+    ids=["missing", "short", "long"],
 )
-def test_a_missing_or_short_file_makes_a_step_incomplete(step, content, text):
+def test_a_file_that_is_missing_or_has_another_size_makes_a_step_incomplete(content, text, storage, step):
     file = step / "model" / "data"
     file.unlink()
     if content is not None:
         file.write_bytes(content)
-    assert str(file) in damage(step)
-    assert text in damage(step)
-    with pytest.raises(CheckpointError, match=text):
-        read_complete(step)
+    for work in (lambda: read_complete(storage, 5), lambda: verify_files(storage, MANIFEST, FILES)):
+        with pytest.raises(CheckpointError, match=rf"{file}: .*{text}"):
+            work()
 
 
-def test_verifying_finds_a_changed_byte_that_the_size_does_not_show(step):
-    (step / "model" / "data").write_bytes(b"0123456780")
-    assert damage(step) == ""
-    manifest = read_complete(step)
-    with pytest.raises(CheckpointError, match=r"model/data: its CRC-32 is [0-9a-f]{8}, must be"):
-        verify_files(step, manifest, ["model/data"])
-    verify_files(step, manifest, [])
+def test_any_flipped_bit_of_a_file_is_found_when_it_is_verified_and_only_then(storage, step):
+    record = FILES["model/data"]
+    for place in range(record.size):
+        flip(step / "model" / "data", place, bit=place % 8)
+        assert damage(storage, 5) == ""
+        for work in (
+            lambda: verify_files(storage, MANIFEST, FILES),
+            lambda: read_file(storage, "step_5/model/data", record),
+        ):
+            with pytest.raises(CheckpointError, match=r"model/data: its CRC-32 is [0-9a-f]{8}, must be"):
+                work()
+        verify_files(storage, MANIFEST, [])
+        flip(step / "model" / "data", place, bit=place % 8)
+    verify_files(storage, MANIFEST, FILES)
+    assert read_file(storage, "step_5/model/data", record) == CONTENT
 
 
-def test_a_step_without_a_manifest_is_unfinished(step):
-    (step / "manifest.json").unlink()
-    assert "the save was not finished" in damage(step)
-
-
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b"null", b"\xff", DEEP, DEEPER])
-def test_a_manifest_that_is_none_is_damaged(step, content):
-    (step / "manifest.json").write_bytes(content)
-    assert "manifest.json" in damage(step)
-
-
-def test_a_value_changed_in_the_manifest_is_found(step):
-    file = step / "manifest.json"
-    file.write_text(file.read_text().replace('"world_size": 2', '"world_size": 3'))
-    assert "differs from its checksum" in damage(step)
-
-
-def test_a_manifest_of_another_format_or_step_is_refused(step):
-    rewrite(step / "manifest.json", format=2, versions={"veofunc": "9"})
-    assert "another veofunc, {'veofunc': '9'}" in damage(step)
-    rewrite(step / "manifest.json", format=1, step=6)
-    assert "is of step 6" in damage(step)
-
-
-def test_a_checksum_covers_every_piece_of_a_large_file(tmp_path):
+def test_a_checksum_covers_every_piece_of_a_large_file(storage, step):
     content = bytes(range(256)) * (1 << 16)
-    (tmp_path / "large").write_bytes(content)
-    record = describe_file(tmp_path / "large")
-    assert (record.size, record.crc32) == (len(content), zlib.crc32(content))
+    (step / "model" / "data").write_bytes(content)
+    large = {"model/data": FileRecord(len(content), zlib.crc32(content))}
+    verify_files(storage, replace(MANIFEST, files=large), large)
+    flip(step / "model" / "data", len(content) - 1)
+    with pytest.raises(CheckpointError, match="CRC-32"):
+        verify_files(storage, replace(MANIFEST, files=large), large)
+
+
+def test_steps_are_whole_names_with_plain_numbers_in_numeric_order(tmp_path):
+    names = [
+        "step_10",
+        "step_9",
+        "step_0",
+        "step_01",
+        "step_1x",
+        "xstep_1",
+        "step_٣",
+        "step_",
+        "step_-1",
+        "STEP_2",
+    ]
+    for name in names:
+        (tmp_path / name).mkdir()
+    assert step_numbers(LocalStorage(tmp_path)) == [0, 9, 10]
+
+
+@pytest.mark.parametrize(
+    ("step", "kind"),
+    [(True, TypeError), (1.0, TypeError), ("1", TypeError), (-1, ValueError), (2**63, ValueError)],
+)
+def test_what_cannot_be_the_number_of_a_step_is_refused(step, kind):
+    check_step(0)
+    check_step(2**63 - 1)
+    with pytest.raises(kind, match="step must be"):
+        check_step(step)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        *VALUES,
+        Entry(("model", "a.b"), "tensor", None, "model", "a.b", (2, 3), "bfloat16"),
+        Entry(("rng", "torch"), "tensor", 0, "rest", "rank_0.rng.torch", (), "uint8"),
+        Entry(("model", "tied"), "tensor", None, "model", "tied", (2, 3), "bfloat16", "a.b"),
+    ],
+    ids=lambda entry: ".".join(entry.path),
+)
+def test_an_entry_comes_back_through_json(entry):
+    assert Entry.from_json(json.loads(json.dumps(entry.to_json()))) == entry

@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from tests.limits import largest_file
 from tests.distributed.pair import run_checks, run_on_two_ranks, what_failed
+from tests.limits import largest_file
 from veofunc.checkpoint import CheckpointError, async_checkpointer
 from veofunc.state import load_train_state, train_state
 from veofunc.window import Window
@@ -135,6 +135,13 @@ def check_a_write_that_fails_on_one_rank_fails_on_all(rank, mesh, directory):
     assert sorted(os.listdir(directory)) == [".lock", "step_1"]
     ckpt.save(state_of(mesh, 3.0, numel=1 << 19), 3).result()
     assert ckpt.restore(like)["step"] == 3
+
+
+def check_a_rank_that_has_nothing_to_write_may_have_a_pace(rank, mesh, directory):
+    state = TensorDict({"model": TensorDict({"w": torch.ones(4)})})
+    with async_checkpointer(state, directory, bytes_per_second=1e6) as ckpt:
+        path = ckpt.save(state, 1).result()
+    assert [file.name for file in path.glob("model/*.distcp")] == ["__0_0.distcp"]
 
 
 def check_ranks_that_save_different_things_are_told(rank, mesh, directory):

@@ -153,6 +153,8 @@ class Checkpointer:
         self._saving: int | None = None  # the thread whose turn it is
         self._threads = _threads()
         self._is_mine = False  # whether this may write
+        self._process = os.getpid()
+        self._broken_off: set[str] = set()  # slots of a failed `save`: which of their buffers is free is open
         weakref.finalize(self, storage.release)
         # What concurrent.futures itself uses: `atexit` comes when its pools are closed already.
         threading._register_atexit(_finish, weakref.ref(self), os.getpid())  # ty: ignore[missing-attribute]
@@ -196,6 +198,11 @@ class Checkpointer:
             TypeError: `step` is not an int, a metric not a number, or a leaf can't be saved; names it.
             ValueError: `step` is not from 0 to 2**63 - 1, or two leaves would have the same name on disk.
         """
+        if self._process != os.getpid():
+            raise CheckpointError(
+                f"{self._storage.root} is written to by process {self._process}, of which this one is a "
+                "fork: save there"
+            )
         if self._turn.locked() and self._saving == threading.get_ident():
             raise RuntimeError(
                 "save was called inside a save of the same thread, as by a signal handler: let the handler "
@@ -404,6 +411,7 @@ class Checkpointer:
             staged = {name: self._slots[name].stage(own, background) for name, own in tensors.items()}
             values = tuple(describe_values(leaves, self._options.sections, self._ranks.rank))
         except BaseException as error:
+            self._broken_off |= slots
             if self._ranks.size > 1:  # the others must hear of it; here it is raised at once
                 self._begin(Save(step, told=True), slots, CheckpointError(explain(error)), agreement)
             raise
@@ -452,11 +460,13 @@ class Checkpointer:
         """Wait until a buffer of each slot is free, and raise what failed in them."""
         for slot in sorted(slots):
             saves = [save for save, theirs in self._saves if slot in theirs]
-            num_done = len(saves) - (self._options.num_buffers - 1)
+            num_free = 0 if slot in self._broken_off else self._options.num_buffers - 1
+            num_done = len(saves) - num_free
             for index, save in enumerate(saves):
                 if index < num_done or save.done:
                     save._wait()
         self._saves = [(save, theirs) for save, theirs in self._saves if not save._over]
+        self._broken_off -= slots
 
     def _claim(self) -> None:
         if self._is_mine or self._ranks.rank:

@@ -21,6 +21,7 @@ __all__ = [
     "Manifest",
     "TreePath",
     "check_crc32",
+    "check_size",
     "check_step",
     "damage",
     "read_complete",
@@ -156,7 +157,7 @@ def read_complete(storage: Storage, step: int) -> Manifest:
     """
     manifest = _read(storage, step)
     for name, record in manifest.files.items():
-        _check_size(storage, f"{step_name(step)}/{name}", record)
+        check_size(storage, f"{step_name(step)}/{name}", record)
     return manifest
 
 
@@ -166,9 +167,12 @@ def read_file(storage: Storage, name: str, record: FileRecord) -> bytes:
     Raises:
         CheckpointError: its checksum is another; names it.
     """
-    _check_size(storage, name, record)
-    with storage.open(name) as file:
-        content = file.read()
+    check_size(storage, name, record)
+    try:
+        with storage.open(name) as file:
+            content = file.read()
+    except OSError as error:
+        raise DamageError(f"{storage.root}/{name}: cannot be read ({error})") from error
     check_crc32(storage, name, record, zlib.crc32(content))
     return content
 
@@ -181,11 +185,14 @@ def verify_files(storage: Storage, manifest: Manifest, names: Iterable[str]) -> 
     """
     for name in names:
         record, full = manifest.files[name], f"{step_name(manifest.step)}/{name}"
-        _check_size(storage, full, record)
+        check_size(storage, full, record)
         crc32 = 0
-        with storage.open(full) as file:
-            while piece := file.read(8 << 20):
-                crc32 = zlib.crc32(piece, crc32)
+        try:
+            with storage.open(full) as file:
+                while piece := file.read(8 << 20):
+                    crc32 = zlib.crc32(piece, crc32)
+        except OSError as error:
+            raise DamageError(f"{storage.root}/{full}: cannot be read ({error})") from error
         check_crc32(storage, full, record, crc32)
 
 
@@ -215,8 +222,10 @@ def _read(storage: Storage, step: int) -> Manifest:
     try:
         with storage.open(name) as stream:
             content = stream.read()
-    except OSError as error:
+    except FileNotFoundError as error:
         raise DamageError(f"{file}: {error.strerror or error}; the save was not finished") from error
+    except OSError as error:
+        raise DamageError(f"{file}: cannot be read ({error})") from error
     inside = content[: content.rfind(SEAL[: SEAL.index(b"%")])]
     if content != inside + SEAL % zlib.crc32(inside):
         raise DamageError(f"{file}: differs from its checksum; it changed after it was saved")
@@ -240,7 +249,12 @@ def _read(storage: Storage, step: int) -> Manifest:
     )
 
 
-def _check_size(storage: Storage, name: str, record: FileRecord) -> None:
+def check_size(storage: Storage, name: str, record: FileRecord) -> None:
+    """Compare the size of a file with its record.
+
+    Raises:
+        CheckpointError: they differ, or there is no such file.
+    """
     try:
         size = storage.size(name)
     except OSError as error:

@@ -178,7 +178,7 @@ class SlotIndex:
         Raises:
             CheckpointError: naming tensors that would be saved in part.
         """
-        problems = [p for entry in self.entries if not entry.tie and (p := self._gap(entry))]
+        problems = [p for entry in self.entries if (p := self._gap(entry))]
         if problems:
             raise CheckpointError(
                 "not every value has one rank that saves it (all ranks of a tensor's mesh must save "
@@ -220,6 +220,9 @@ class SlotIndex:
 
     def _gap(self, entry: Entry) -> str:
         """What is not as it must be with the pieces of a tensor; empty if all is."""
+        if entry.tie:
+            apart = entry.key in self.pieces
+            return f"{entry.key}: the same as {entry.tie} on rank 0, and not on all ranks" if apart else ""
         pieces = self.of(entry)
         found, whole = sum(prod(piece.sizes) for piece in pieces), prod(entry.shape)
         if not pieces or found < whole:

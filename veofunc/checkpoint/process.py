@@ -14,6 +14,7 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -136,8 +137,7 @@ class WriterProcess:
         self._process = self._connection = None
         self._known.clear()
         if process and connection:
-            _end(process, connection)
-            self._ender.detach()
+            self._ender()
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -152,7 +152,7 @@ class WriterProcess:
                 ours.close()
                 raise
         self._process, self._connection = process, ours
-        self._ender = weakref.finalize(self, _end, process, ours)
+        self._ender = weakref.finalize(self, _end, process, ours, os.getpid())
 
     def _send(self, message: dict[str, Any], *descriptors: int) -> None:
         assert self._connection is not None
@@ -194,7 +194,12 @@ def _shared_memory(nbytes: int) -> int:
     return descriptor
 
 
-def _end(process: subprocess.Popen[bytes], connection: socket.socket) -> None:
+def _end(process: subprocess.Popen[bytes], connection: socket.socket, owner: int) -> None:
+    if os.getpid() != owner:  # a fork, which has the connection, too
+        connection.close()
+        return
+    with suppress(OSError):  # it is dead
+        connection.shutdown(socket.SHUT_RDWR)
     connection.close()
     try:
         process.wait(1)  # it ends when the connection is gone

@@ -175,7 +175,7 @@ class Agreement:
         if self._ranks.rank:
             self._store.add(heard, 1)
             return False
-        until = time.monotonic() + FAREWELL
+        until = time.monotonic() + min(FAREWELL, self._ranks.patience)
         while self._store.add(heard, 0) < self._ranks.size - 1:
             if time.monotonic() > until:
                 return False

@@ -62,7 +62,11 @@ class Save:
             CheckpointError: it could not be saved; names rank, file and cause.
             TimeoutError: it is still being written.
         """
-        if self._future.exception(timeout) is not None:
+        if not self._ended(timeout):
+            raise TimeoutError(f"step {self.step} is still being written after {timeout:g} s")
+        if self._future.cancelled():
+            raise CheckpointError(f"step {self.step} was not saved: save was interrupted")
+        if self._future.exception() is not None:
             self._told = True
         place = self._future.result()
         return place if "://" in place else Path(place)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from itertools import groupby
 from typing import Any
@@ -204,8 +204,12 @@ class Staged:
 
 
 def digests_of(entries: Sequence[Entry]) -> dict[str, int]:
-    """A checksum for each section of what all ranks must have in common."""
-    shared = sorted((entry for entry in entries if entry.rank is None), key=lambda entry: entry.path)
+    """A checksum for each section of what all ranks must have in common.
+
+    Not whether tensors are one: a rank that holds nothing of them cannot tell.
+    """
+    common = (replace(entry, tie="") for entry in entries if entry.rank is None)
+    shared = sorted(common, key=lambda entry: entry.path)
     return {name: crc32(repr([*group]).encode()) for name, group in groupby(shared, lambda e: e.path[0])}
 
 

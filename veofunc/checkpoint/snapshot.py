@@ -100,7 +100,7 @@ def describe_leaves(leaves: Mapping[TreePath, Leaf], sections: Sections, rank: i
             owner = owners.setdefault((entry.slot, entry.key), path)
             if owner != path:
                 raise ValueError(f"{owner} and {path} would both be saved as {entry.key!r}; rename one")
-            if leaf.numel():
+            if local(leaf).numel():  # what is empty has no memory to tell it by
                 holder = holders.setdefault((entry.slot, entry.rank, *memory_of(leaf)), entry.key)
                 entry = replace(entry, tie=holder if holder != entry.key else "")
         entries.append(entry)

@@ -12,7 +12,14 @@ from typing import Any
 
 import torch
 
-from veofunc.checkpoint.manifest import CheckpointError, Entry, FileRecord, Manifest, to_bytes
+from veofunc.checkpoint.manifest import (
+    CheckpointError,
+    Entry,
+    FileRecord,
+    Manifest,
+    check_size,
+    to_bytes,
+)
 from veofunc.checkpoint.plan import DCP_METADATA, INDEX, Piece, SlotIndex
 from veofunc.checkpoint.ranks import BEAT, Agreement
 from veofunc.checkpoint.slot import Plan, Staged, digests_of
@@ -181,6 +188,8 @@ class StepWriter:
                 image = Image(memoryview(content), [])
                 self._storage.write(f"{directory}/{slot}/{name}", image, Pace(None, lambda nbytes: None))
                 files[f"{slot}/{name}"] = FileRecord(image.size, image.crc32)
+        for name, record in files.items():  # ranks may not share the place, as memory://
+            check_size(self._storage, f"{directory}/{name}", record)
         others = [Entry.from_json(fields) for part in descriptions[1:] for fields in part["own values"]]
         values = (*task.values, *others)
         versions = {"veofunc": _own_version(), "torch": str(torch.__version__)}

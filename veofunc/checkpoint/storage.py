@@ -16,11 +16,13 @@ import socket
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from io import BytesIO
 from pathlib import Path
 from typing import IO, Protocol
 from uuid import uuid4
 
 import fsspec
+from fsspec.implementations.memory import MemoryFile
 
 from veofunc.checkpoint.writer import Pace, write_file
 
@@ -137,6 +139,7 @@ class LocalStorage:
         self.root = str(path)
         self._path = path
         self._lock: int | None = None
+        self._process = 0  # that has taken it
 
     def names(self) -> list[str]:
         return os.listdir(self._path) if self._path.exists() else []
@@ -165,7 +168,7 @@ class LocalStorage:
             logger.warning(
                 "%s has no locks (%s): nothing keeps a second run from writing there", self.root, error
             )
-        self._lock = descriptor
+        self._lock, self._process = descriptor, os.getpid()
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
         self._clean()
@@ -173,6 +176,8 @@ class LocalStorage:
 
     def release(self) -> None:
         if self._lock is not None:
+            if self._process == os.getpid():  # a fork holds the same lock, and must not keep or end it
+                fcntl.flock(self._lock, fcntl.LOCK_UN)
             os.close(self._lock)
             self._lock = None
 
@@ -241,6 +246,7 @@ class UrlStorage:
 
     def __init__(self, url: str):
         self.root = url.rstrip("/")
+        self._is_clean = False
         self._fs, self._prefix = fsspec.core.url_to_fs(self.root)
         self._fs.invalidate_cache()
 
@@ -254,19 +260,21 @@ class UrlStorage:
         return self._fs.size(self._full(name))
 
     def open(self, name: str) -> IO[bytes]:
-        return self._fs.open(self._full(name), "rb")
+        file = self._fs.open(self._full(name), "rb")
+        if isinstance(file, MemoryFile):  # one for all who open it, with one position
+            return BytesIO(file.getvalue())
+        return file
 
     def claim(self) -> str:
-        for name in self.names():
-            if re.fullmatch(r"step_\d+", name) and not self._fs.exists(self._full(f"{name}/{MANIFEST}")):
-                self.remove(name)
-                logger.warning("removed %s/%s, which a save left unfinished", self.root, name)
-        return ""
+        return ""  # who only reads must not touch what another writes; `begin` cleans
 
     def release(self) -> None:
         pass
 
     def begin(self, step: int, slots: Iterable[str]) -> str:
+        if not self._is_clean:
+            self._is_clean = True
+            self._clean()
         if self._fs.exists(self._full(f"{step_name(step)}/{MANIFEST}")):
             raise FileExistsError(
                 f"{self.root}/{step_name(step)} exists, and cannot be replaced at once where nothing can be "
@@ -295,6 +303,14 @@ class UrlStorage:
             raise FileExistsError(f"{self.root}/{name} exists, damaged; remove it to save the step again")
         self.remove(name)
         return "nowhere"
+
+    def _clean(self) -> None:
+        """Remove what a killed process left, before the first save of this one."""
+        for name in self.names():
+            is_step = re.fullmatch(r"step_(0|[1-9][0-9]*)", name)
+            if is_step and not self._fs.exists(self._full(f"{name}/{MANIFEST}")):
+                self.remove(name)
+                logger.warning("removed %s/%s, which a save left unfinished", self.root, name)
 
     def _full(self, name: str) -> str:
         return f"{self._prefix}/{name}"
