@@ -266,3 +266,10 @@ def test_a_restored_state_holds_no_file_and_nothing_of_the_checkpointer(ckpt, tm
     del ckpt
     gc.collect()
     assert values_of(state) == {3}
+
+
+def test_a_section_that_nobody_has_is_refused_by_name(tmp_path):
+    with async_checkpointer(state_of(1), tmp_path) as ckpt:
+        ckpt.save(state_of(1), 1)
+        with pytest.raises(CheckpointError, match=r"only must name sections that step 1 has, .*\['modle'\]"):
+            ckpt.restore(state_of(1), only=["modle"])

@@ -55,7 +55,7 @@ def test_values_of_every_dtype_are_copied_bit_for_bit(dtype):
         ("repeated",): matrix[:1].expand(5, 4),
     }
     stage = staged(leaves, num_files=2)
-    stage.copy(leaves)
+    stage.copy(leaves, stage.take())
     stage.synchronize()
     assert values_in(stage) == {path[0]: [bytes_of(leaf)] for path, leaf in leaves.items()}
 
@@ -67,14 +67,14 @@ def test_values_that_are_only_marked_as_negated_are_copied_negated(tensor):
     assert tensor.is_conj() or tensor.is_neg()
     leaves = {("a",): tensor}
     stage = staged(leaves)
-    stage.copy(leaves)
+    stage.copy(leaves, stage.take())
     assert values_in(stage) == {"a": [bytes_of(tensor)]}
 
 
 def test_of_a_parameter_nothing_is_kept_but_the_copy():
     parameter = torch.nn.Parameter(torch.ones(3))
     stage = staged({("a",): parameter})
-    stage.copy({("a",): parameter})
+    stage.copy({("a",): parameter}, stage.take())
     assert values_in(stage) == {"a": [bytes_of(torch.ones(3))]}
     source = weakref.ref(parameter)
     del parameter
@@ -87,7 +87,7 @@ def test_a_large_tensor_is_copied_in_pieces(monkeypatch):
     whole = random_bits(torch.float32, (9, 7))
     leaves = {("a",): whole, ("b",): whole.T}
     stage = staged(leaves, num_files=3)
-    stage.copy(leaves)
+    stage.copy(leaves, stage.take())
     found = values_in(stage)
     assert len(found["a"]) > 2
     assert sorted(found["a"]) == sorted(map(bytes_of, whole.split(3)))
@@ -98,9 +98,9 @@ def test_copying_again_replaces_the_values_and_nothing_else():
     leaves = {("a",): random_bits(torch.int32, (100,), seed=1), ("b",): random_bits(torch.int8, (3,), seed=1)}
     others = {path: random_bits(leaf.dtype, leaf.shape, seed=2) for path, leaf in leaves.items()}
     stage, fresh = staged(leaves), staged(leaves)
-    stage.copy(leaves)
-    stage.copy(others)
-    fresh.copy(others)
+    stage.copy(leaves, stage.take())
+    stage.copy(others, stage.take())
+    fresh.copy(others, fresh.take())
     assert torch.equal(stage.arena.memory, fresh.arena.memory)
 
 
@@ -110,7 +110,7 @@ def test_a_state_of_inference_is_copied_whenever_the_memory_was_made(made_in_inf
         leaves = {("a",): torch.ones(3)}
     with torch.inference_mode(made_in_inference):
         stage = staged(leaves)
-    stage.copy(leaves)
+    stage.copy(leaves, stage.take())
     assert values_in(stage) == {"a": [bytes_of(torch.ones(3))]}
 
 
@@ -217,7 +217,7 @@ def test_a_live_file_is_what_an_image_of_a_copy_is(monkeypatch):
     } | {("model", "empty"): torch.ones(0, 3), ("model", "0-dim"): torch.tensor(1.5)}
     (file,) = planned(leaves)
     stage = Staging([file], leaves)
-    stage.copy(leaves)
+    stage.copy(leaves, stage.take())
     image, live_file = Image(*stage.arena.image(0)), LiveFile(file, LiveTensors(leaves))
     expected = b"".join(map(bytes, image.blocks()))
     blocks = [bytes(block) for block in live_file.blocks()]
@@ -238,3 +238,13 @@ def test_a_block_of_a_live_file_is_good_until_the_next_but_one_is_taken(monkeypa
     for block in blocks:
         found, before = found + bytes(before), block
     assert found + bytes(before) == expected
+
+
+def test_a_copy_of_an_interrupted_save_is_not_made_when_the_memory_is_another_ones():
+    old, new = {("w",): torch.ones(3)}, {("w",): torch.zeros(3)}
+    stage = staged(old)
+    late = stage.take()
+    stage.copy(new, stage.take())
+    with pytest.raises(CheckpointError, match="interrupted"):
+        stage.copy(old, late)
+    assert values_in(stage) == {"w": [bytes_of(torch.zeros(3))]}

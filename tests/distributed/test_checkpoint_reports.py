@@ -466,6 +466,7 @@ def run_worlds(directory: Path) -> None:
                     run_rank(WORLDS[name], rank, directory / name)
                     return  # and end as any script does
                 pids[pid] = (name, rank)
+            time.sleep(0.4)  # the starts of all at once would take some longer than `TIMEOUT`
         _wait(pids, directory)
 
 

@@ -35,6 +35,7 @@ from veofunc.checkpoint.options import Options, names_of
 from veofunc.checkpoint.plain import read_plain
 from veofunc.checkpoint.ranks import Agreement, Ranks, explain
 from veofunc.checkpoint.restore import Request, read_step
+from veofunc.checkpoint.retention import Retention
 from veofunc.checkpoint.save import Save
 from veofunc.checkpoint.slot import Slot, SlotOptions
 from veofunc.checkpoint.snapshot import REST, Leaf, describe_leaves, describe_values, flatten, unflatten
@@ -593,6 +594,8 @@ class Checkpointer:
         return f"restore(like, step={older[-1]}), or remove {where} to restore the newest of the others"
 
     def _remove_older(self, saved: int) -> None:
+        if self._options.retention == Retention():
+            return
         with self._retaining:
             metrics: dict[int, Mapping[str, float]] = {}
             for step in step_numbers(self._storage):

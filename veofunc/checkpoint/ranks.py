@@ -80,7 +80,8 @@ class Ranks:
         except IndexError:
             store = _Store(self._host.clone, self.patience)
         yield store
-        self._idle.append(store)
+        if store.answers:
+            self._idle.append(store)
 
 
 class Agreement:
@@ -211,6 +212,7 @@ class _Store:
     """A store that answers in time or raises, as torch's do not when the process of one is stopped."""
 
     def __init__(self, connect: Callable[[], dist.Store], patience: float):
+        self.answers = True
         self._patience = patience
         self._calls: SimpleQueue[tuple[Future[Any], str, tuple[Any, ...]] | None] = SimpleQueue()
         weakref.finalize(self, self._calls.put, None)
@@ -238,6 +240,7 @@ class _Store:
         try:
             return answer.result(self._patience)
         except TimeoutError as error:
+            self.answers = False
             text = (
                 f"the process group's store did not answer in {self._patience:g} s; is its process stopped?"
             )

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from veofunc.checkpoint.items import item
 from veofunc.checkpoint.manifest import (
+    CheckpointError,
     DamageError,
     Entry,
     FileRecord,
@@ -82,6 +83,12 @@ def read_step(storage: Storage, step: int, request: Request) -> dict[TreePath, L
     """
     manifest, indices = read_indices(storage, step)
     entries = [*manifest.values, *(entry for index in indices.values() for entry in index.entries)]
+    sections = {entry.path[0] for entry in entries}
+    unknown = sorted((request.only or frozenset()) - sections - {path[0] for path in request.like})
+    if unknown:
+        raise CheckpointError(
+            f"only must name sections that step {step} has, {sorted(sections)}, got {unknown}"
+        )
     saved, like, others = _of_this_rank(entries, manifest, request)
     wanted = match(saved, like, strict=request.strict, cast=request.cast)
     targets = targets_of(wanted, like, request.device)

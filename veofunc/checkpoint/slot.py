@@ -106,13 +106,14 @@ class Slot:
         """Get hold of the values of tensors that fit; `background` copies them, if given."""
         buffer = self._buffers.pop(0)
         self._buffers.append(buffer)  # the one used longest ago is the next
+        turn = buffer.take()
         live = LiveTensors({path: leaf for path, leaf in tensors.items() if path in self._live_paths})
         files = [LiveFile(file, live) for file in self._live_files]
         copied = None
         if background and not buffer.overlaps:
-            copied = background.submit(_copy_unchanged, buffer, tensors, _versions(tensors))
+            copied = background.submit(_copy_unchanged, buffer, tensors, turn, _versions(tensors))
         else:
-            buffer.copy(tensors)
+            buffer.copy(tensors, turn)
             if background:
                 copied = background.submit(buffer.synchronize)
             else:
@@ -214,10 +215,13 @@ def digests_of(entries: Sequence[Entry]) -> dict[str, int]:
 
 
 def _copy_unchanged(
-    buffer: Staging, tensors: Mapping[TreePath, Tensor], before: Mapping[TreePath, int | None]
+    buffer: Staging,
+    tensors: Mapping[TreePath, Tensor],
+    turn: int,
+    before: Mapping[TreePath, int | None],
 ) -> None:
     """Copy them, if nobody wrote to them since `before`, as far as their version counters tell."""
-    buffer.copy(tensors)
+    buffer.copy(tensors, turn)
     changed = [".".join(path) for path, version in _versions(tensors).items() if version != before[path]]
     if changed:
         raise CheckpointError(

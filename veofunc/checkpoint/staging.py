@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from operator import mul
@@ -44,6 +45,8 @@ class Staging:
             laid_out = [*self._lay_out()]
         self._parts = [(path, box) for path, box, _ in laid_out]
         self._targets = [target for _, _, target in laid_out]
+        self._turn = 0  # how many saves have used it
+        self._copying = threading.Lock()
         self._are_whole = all(_box_of(local(leaves[path]), box) is leaves[path] for path, box in self._parts)
 
     @property
@@ -51,8 +54,29 @@ class Staging:
         """Whether `copy` returns before the values are copied, as an accelerator copies by itself."""
         return bool(self._streams)
 
-    def copy(self, leaves: Mapping[TreePath, Tensor]) -> None:
-        """Copy the values; those of an accelerator are there after `synchronize`."""
+    def take(self) -> int:
+        """The turn of a save, which `copy` is given; waits for a copy that an interrupted one still makes."""
+        with self._copying:
+            self._turn += 1
+            return self._turn
+
+    def copy(self, leaves: Mapping[TreePath, Tensor], turn: int) -> None:
+        """Copy the values; those of an accelerator are there after `synchronize`.
+
+        Raises:
+            CheckpointError: it is another's turn: this save was interrupted.
+        """
+        with self._copying:
+            if turn != self._turn:
+                raise CheckpointError("save was interrupted")
+            self._copy(leaves)
+
+    def synchronize(self) -> None:
+        """Return when the values are copied."""
+        for stream in self._streams.values():
+            stream.synchronize()
+
+    def _copy(self, leaves: Mapping[TreePath, Tensor]) -> None:
         if not self._targets:
             return
         if self._are_whole:  # as mostly, and faster
@@ -68,11 +92,6 @@ class Staging:
             for target, source in zip(self._targets, sources, strict=True):
                 with self._streams.get(source.device, nullcontext()):
                     target.copy_(source, non_blocking=True)
-
-    def synchronize(self) -> None:
-        """Return when the values are copied."""
-        for stream in self._streams.values():
-            stream.synchronize()
 
     def _lay_out(self) -> Iterator[tuple[TreePath, Box, Tensor]]:
         """Put in what surrounds the values; where those of each piece go."""
