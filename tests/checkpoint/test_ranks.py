@@ -188,8 +188,8 @@ def test_a_store_whose_process_is_killed_is_an_error_at_once():
         store = dist.TCPStore("127.0.0.1", int(server.stdout.readline()), is_master=False)
         begin = time.monotonic()
         threading.Timer(0.2, server.kill).start()
-        assert "rank 1, it: Dist" in failure_of_a_round(store, patience=60.0)
-        assert "rank 1, it: Dist" in failure_of_a_round(store, patience=60.0)
+        assert "rank 1, it: ConnectionError: the process group's store" in failure_of_a_round(store, 60.0)
+        assert "rank 1, it: ConnectionError: the process group's store" in failure_of_a_round(store, 60.0)
         assert time.monotonic() - begin < SOON
 
 

@@ -69,6 +69,13 @@ class Ranks:
         number = next(self._counts.setdefault(about, count()))
         return Agreement(self, f"{self._name}/{about}/{number}" if self.size > 1 else "", background)
 
+    def part(self, about: str) -> dist.Store | None:
+        """A new part of the store, with a connection of its own; None if there are no other ranks."""
+        if self.size == 1:
+            return None
+        number = next(self._counts.setdefault(about, count()))
+        return dist.PrefixStore(f"{self._name}/{about}/{number}", self._host.clone())
+
     @contextmanager
     def store(self, background: bool) -> Generator[_Store]:
         """The store; in the background by a connection of its own, as the main thread may wait in torch's."""
@@ -163,7 +170,7 @@ class Agreement:
     ) -> None:
         if self._store is None:
             return
-        with self._stack, suppress(RuntimeError, TimeoutError):  # it may be gone with its process
+        with self._stack, suppress(OSError):  # it may be gone with its process
             if error is not None and not isinstance(error, _Heard):
                 self._store.set(f"{self._name}/failure", explain(error))
             if self._everyone_heard():
@@ -256,6 +263,9 @@ def _serve(
         try:
             store = store or connect()
             answer.set_result(getattr(store, method)(*args))
+        except RuntimeError as error:
+            text = f"the process group's store, which lives with rank 0 or its launcher, is gone ({error})"
+            answer.set_exception(ConnectionError(text))
         except Exception as error:  # of whoever waits for the answer
             answer.set_exception(error)
 

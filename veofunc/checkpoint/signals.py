@@ -27,7 +27,6 @@ from tensordict import TensorDictBase
 
 from veofunc.checkpoint.checkpointer import Checkpointer
 from veofunc.checkpoint.manifest import CheckpointError, check_step
-from veofunc.checkpoint.ranks import Ranks
 
 __all__ = ["save_on_signal"]
 
@@ -132,7 +131,7 @@ class _LastSave:
         self._ckpt = ckpt
         self._ranks = ckpt._ranks
         self._make_state = make_state
-        self._store = _store_for(self._ranks)
+        self._store = self._ranks.part("last step")
         self._came_at: float | None = None  # when the first signal came
         self._last: int | None = None  # the step after which all ranks stop, once they agree on it
 
@@ -200,15 +199,6 @@ class _LastSave:
         """Whether it is a complete step, as rank 0 sees it."""
         with self._ranks.agreement("the last save") as agreement:
             return agreement.round("looking for the step", lambda: None, lambda _: step in self._ckpt.steps())
-
-
-def _store_for(ranks: Ranks) -> dist.Store | None:
-    """A part of the process group's store for one block; None if there are no other ranks."""
-    if ranks.size == 1:
-        return None
-    name = f"{ranks._name}/last step"
-    number = ranks._host.add(f"{name}/{ranks.rank}", 1)
-    return dist.PrefixStore(f"{name}/{number}", ranks._host.clone())  # a connection of its own
 
 
 def _handlers(signals: tuple[int, ...]) -> dict[int, Any]:

@@ -27,6 +27,7 @@ import base64
 import json
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -59,7 +60,7 @@ def to_json(value: Any, where: str) -> Json:
     Raises:
         TypeError: some value in it is not; names it, as in "config.sizes.0".
     """
-    if value is None or isinstance(value, bool | int | float | str):
+    if value is None or (isinstance(value, bool | int | float | str) and not isinstance(value, Enum)):
         return value
     if isinstance(value, list):
         return [to_json(item, f"{where}.{index}") for index, item in enumerate(value)]

@@ -9,7 +9,7 @@ is one JSON object in one packet:
     {"arena": 3, "paths": [...], "bytes_per_second": null}  write its files there, durably
     <- {"written": n}                                       so many bytes more
     <- {"files": [[size, crc32], ...]}                      done
-    <- {"error": "OSError: ..."}                            or not
+    <- {"error": "..."}                                     or not
 """
 
 from __future__ import annotations
@@ -86,7 +86,9 @@ def _answer(
     try:
         with ThreadPoolExecutor(len(images)) as threads:
             send({"files": list(threads.map(write, images, message["paths"]))})
-    except Exception as error:  # the training process raises it
+    except OSError as error:  # the training process raises it
+        send({"error": str(error)})
+    except Exception as error:
         send({"error": f"{type(error).__name__}: {error}"})
 
 
