@@ -24,7 +24,7 @@ from uuid import uuid4
 import fsspec
 from fsspec.implementations.memory import MemoryFile
 
-from veofunc.checkpoint.writer import Pace, write_file
+from veofunc.checkpoint.writer import Pace, sync_directory, write_file
 
 __all__ = [
     "LOCK",
@@ -193,17 +193,17 @@ class LocalStorage:
     def publish(self, unfinished: str, step: int, slots: Iterable[str], manifest: bytes) -> None:
         source, target = self._path / unfinished, self._path / step_name(step)
         for slot in slots:
-            _sync(source / slot)
+            sync_directory(str(source / slot))
         with open(source / MANIFEST, "wb") as file:
             file.write(manifest)
             file.flush()
             os.fsync(file.fileno())
-        _sync(source)
+        sync_directory(str(source))
         aside = self._path / f"{REPLACED}{step_name(step)}-{uuid4().hex}"
         if target.exists():  # to be replaced; killed in between, `_clean` brings it back
             target.rename(aside)
         source.rename(target)
-        _sync(self._path)
+        sync_directory(str(self._path))
         shutil.rmtree(aside, ignore_errors=True)
 
     def remove(self, name: str) -> None:
@@ -314,11 +314,3 @@ class UrlStorage:
 
     def _full(self, name: str) -> str:
         return f"{self._prefix}/{name}"
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -166,7 +166,7 @@ def write_file(path: str, blocks: Iterable[memoryview], size: int, pace: Pace) -
                 start += len(block)
             pending.result()
         os.fsync(descriptor)
-        _sync_directory(os.path.dirname(path))
+        sync_directory(os.path.dirname(path))
     except OSError as error:
         raise _located(error, path, size) from error
     finally:
@@ -206,7 +206,8 @@ def _through_the_page_cache(descriptor: int) -> bool:
     return False
 
 
-def _sync_directory(path: str) -> None:
+def sync_directory(path: str) -> None:
+    """Make the names in a directory durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
