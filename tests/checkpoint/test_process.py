@@ -12,11 +12,19 @@ from zlib import crc32
 import pytest
 import torch
 
-from tests.limits import children
+from tests import limits
 from veofunc.checkpoint.manifest import FileRecord
 from veofunc.checkpoint.process import Arena, WriterProcess
 
 SLOW = 1000.0  # bytes per second, at which files of these tests take a minute
+
+
+@pytest.fixture(autouse=True)
+def children(monkeypatch):
+    """The processes that the test has started, not those that earlier ones have left to live on."""
+    gc.collect()
+    earlier = limits.children()
+    monkeypatch.setitem(globals(), "children", lambda: [p for p in limits.children() if p not in earlier])
 
 
 def noise(nbytes: int) -> bytes:

@@ -7,7 +7,7 @@ from zlib import crc32
 import pytest
 import torch
 
-from tests.limits import children
+from tests import limits
 from veofunc.checkpoint.manifest import CheckpointError, FileRecord
 from veofunc.checkpoint.slot import Slot, SlotOptions, Staged, digests_of
 from veofunc.checkpoint.snapshot import Sections, describe_leaves
@@ -16,6 +16,14 @@ from veofunc.checkpoint.storage import LocalStorage, UrlStorage
 
 MEMORY = UrlStorage("memory://test_slot")
 WEIGHT, BIAS = ("model", "weight"), ("model", "bias")
+
+
+@pytest.fixture(autouse=True)
+def children(monkeypatch):
+    """The processes that the test has started, not those that earlier ones have left to live on."""
+    gc.collect()
+    earlier = limits.children()
+    monkeypatch.setitem(globals(), "children", lambda: [p for p in limits.children() if p not in earlier])
 
 
 def state_of(value: float = 0.0) -> dict:
