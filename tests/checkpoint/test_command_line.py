@@ -173,10 +173,10 @@ def test_export_writes_a_file_that_safetensors_reads(run, directory, tmp_path):
     code, out, err = run("export", directory, file, "--step", 20)
     assert (code, out, err) == (0, [f"step 20: 3 tensors of model, 544 bytes, verified, to {file}"], [])
     assert load_file(file)["tied"].unique().tolist() == [20]
-    code, out, err = run("export", directory, file, "--slot", "optimizer")
+    code, out, err = run("export", directory, file, "--section", "optimizer")
     assert (code, out) == (2, [])
     assert err == [f"error: {file} exists; take another name, or replace it with force=True (--force)"]
-    assert run("export", directory, file, "--slot", "optimizer", "--force")[0] == 0
+    assert run("export", directory, file, "--section", "optimizer", "--force")[0] == 0
     assert list(load_file(file)) == ["m"]
 
 
@@ -208,7 +208,7 @@ def test_the_newest_complete_step_is_shown_and_what_is_skipped_said(run, directo
         (["show", "steps", "--step", "7"], "error: there is no step 7 in "),
         (["verify", "steps", "--step", "-7"], "error: step must be at least 0, got -7"),
         (["verify", "steps", "--step", "x"], "invalid int value: 'x'"),
-        (["export", "steps", "a", "--slot", "x"], "error: slot must be one of ['model', 'optimizer']"),
+        (["export", "steps", "a", "--section", "x"], "error: section must be one of ['model', 'optimizer']"),
         (["export", "steps", "nowhere/a"], "error: nowhere/a cannot be written"),
         (["export", "steps"], "required: FILE.safetensors"),
         (["list"], "required: DIR"),

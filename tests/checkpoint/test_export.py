@@ -1,4 +1,4 @@
-"""A slot of a saved step as a safetensors file."""
+"""A section of a saved step as a safetensors file."""
 
 import os
 import sys
@@ -49,12 +49,14 @@ def test_all_tensors_of_the_model_come_by_their_names(tmp_path):
         assert file.metadata() == {"format": "pt", "step": "7"}
 
 
-def test_a_slot_of_several_sections_and_what_ranks_have_of_their_own(tmp_path):
+def test_any_section_and_what_ranks_have_of_their_own(tmp_path):
     own, ema = torch.ones(2), torch.zeros(3)
     state = state_of(1, loader=TensorDict({"at": own, "epoch": NonTensorData(1)}), ema=TensorDict({"w": ema}))
     save(tmp_path / "steps", state, 1)
-    to_safetensors(tmp_path / "steps", tmp_path / "r", slot="rest")
-    assert same(load_file(tmp_path / "r"), {"rank_0.loader.at": own, "ema.w": ema})
+    to_safetensors(tmp_path / "steps", tmp_path / "own", section="loader")
+    assert same(load_file(tmp_path / "own"), {"rank_0.at": own})
+    to_safetensors(tmp_path / "steps", tmp_path / "ema", section="ema")
+    assert same(load_file(tmp_path / "ema"), {"w": ema})
 
 
 def test_the_newest_complete_step_is_taken_unless_one_is_named(tmp_path):
@@ -79,9 +81,9 @@ def test_a_file_is_only_replaced_by_force_and_not_by_what_fails(tmp_path):
     with pytest.raises(FileExistsError, match="exists; take another name, or replace it with force=True"):
         to_safetensors(tmp_path / "steps", file)
     with pytest.raises(
-        ValueError, match=r"slot must be one of \['model'\], which step 1 has, got 'optimizer'"
+        ValueError, match=r"section must be one of \['model'\], which step 1 has, got 'optimizer'"
     ):
-        to_safetensors(tmp_path / "steps", file, slot="optimizer", force=True)
+        to_safetensors(tmp_path / "steps", file, section="optimizer", force=True)
     assert file.read_bytes() == b"mine"
     to_safetensors(tmp_path / "steps", file, force=True)
     assert load_file(file)["scalar"] == 1

@@ -83,10 +83,12 @@ def test_a_wrong_option_is_refused_before_anything_is_made(tmp_path):
 
 
 def test_every_key_is_in_its_slot_and_the_others_share_rest():
-    sections = Options.of(**{**DEFAULTS, "slots": {"big": ["model", "ema"]}, "per_rank": ["loader"]}).sections
+    sections = Options.of(
+        **{**DEFAULTS, "slots": {"big": ["model", "ema"]}, "per_rank": ["sampler"]}
+    ).sections
     found = {key: sections.slot_of((key, "x")) for key in ("model", "ema", "optimizer", "step")}
     assert found == {"model": "big", "ema": "big", "optimizer": "rest", "step": "rest"}
-    assert sections.per_rank == {"loader"}
+    assert sections.per_rank == {"rng", "window", "loader", "sampler"}
     sections = Options.of(**DEFAULTS).sections
     found = {key: sections.slot_of((key,)) for key in ("model", "optimizer", "ema")}
     assert found == {"model": "model", "optimizer": "optimizer", "ema": "rest"}

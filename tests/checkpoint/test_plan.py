@@ -54,7 +54,7 @@ def times_covered(shape: tuple[int, ...], pieces: list[Piece]) -> torch.Tensor:
 
 def write(files: list[PlannedFile], leaves: dict, directory) -> None:
     stage = Staging(files, leaves)
-    stage.copy(leaves, stage.take())
+    stage.copy(leaves, stage.take(), small=True)
     for number, file in enumerate(files):
         image = Image(*stage.arena.image(number))
         (directory / file.name).write_bytes(b"".join(map(bytes, image.blocks())))

@@ -98,12 +98,9 @@ ELSEWHERE = {
         "DCP: at wait()": "    def test_raises_at_wait",
         "DCP: at the next save": "    def test_raises_at_the_next_save_which_is_not_made",
         "DCP: on leaving": "    def test_raises_on_leaving",
-        "Lightning #688, #19970: killed at any moment": (
-            "test_killed_at_any_moment_the_newest_step_is_whole"
-        ),
     },
     "faults/test_checkpoint_kills.py": {
-        "Lightning #688 with several ranks": "test_killed_at_any_moment_nothing_is_torn_or_lost",
+        "Lightning #688, #19970: killed at any moment": "test_killed_at_any_moment_nothing_is_torn_or_lost",
     },
     "faults/test_checkpoint_damage.py": {
         "no library detects bit rot": "test_every_damage_is_found_named_and_survived",

@@ -11,6 +11,8 @@ from tensordict import NonTensorData, TensorDict
 
 from tests.checkpoint.support import flip, state_of, values_of
 from veofunc.checkpoint import CheckpointError, async_checkpointer, items, restore
+from veofunc.checkpoint.snapshot import flatten
+from veofunc.checkpoint.storage import open_storage
 
 ALL = {"model", "step", "ema", "rng"}
 
@@ -266,6 +268,14 @@ def test_a_restored_state_holds_no_file_and_nothing_of_the_checkpointer(ckpt, tm
     del ckpt
     gc.collect()
     assert values_of(state) == {3}
+
+
+def test_a_rank_that_saved_nothing_of_its_own_keeps_what_the_state_has(ckpt, tmp_path):
+    request = restore.Request(flatten(full_state(7)), None, True, False, "full", None, "own", 1, 2)
+    with pytest.warns(RuntimeWarning, match="stay as in `like` on others"):
+        leaves = restore.read_step(open_storage(tmp_path), 3, request)
+    assert leaves["rng", "x"].tolist() == [7, 7]
+    assert leaves["ema", "w"].tolist() == [3, 3, 3]
 
 
 def test_a_section_that_nobody_has_is_refused_by_name(tmp_path):

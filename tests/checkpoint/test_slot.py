@@ -10,8 +10,7 @@ import torch
 from tests import limits
 from veofunc.checkpoint.manifest import CheckpointError, FileRecord
 from veofunc.checkpoint.slot import Slot, SlotOptions, Staged, digests_of
-from veofunc.checkpoint.snapshot import Sections, describe_leaves
-from veofunc.checkpoint.staging import LIVE_BYTES
+from veofunc.checkpoint.snapshot import SMALL_BYTES, Sections, describe_leaves
 from veofunc.checkpoint.storage import LocalStorage, UrlStorage
 
 MEMORY = UrlStorage("memory://test_slot")
@@ -28,7 +27,7 @@ def children(monkeypatch):
 
 def state_of(value: float = 0.0) -> dict:
     """A large tensor, a small one, and the large one by another name."""
-    weight = torch.full((LIVE_BYTES // 4, 2), float(value))
+    weight = torch.full((SMALL_BYTES // 4, 2), float(value))
     return {WEIGHT: weight, BIAS: torch.full((3,), float(value)), ("model", "head"): weight}
 
 
@@ -121,10 +120,11 @@ def test_a_change_before_it_is_copied_is_found(make):
     with ThreadPoolExecutor(1) as threads:
         threads.submit(may_copy.wait)
         staged = slot.stage(tensors, threads)
-        tensors[BIAS].add_(1)
+        tensors[BIAS].add_(1)  # is small, and copied already, as are buffers that a forward pass writes to
+        tensors[WEIGHT].add_(1)
         may_copy.set()
         with pytest.raises(
-            CheckpointError, match=r"^model\.bias: written to while being copied; call wait_staged"
+            CheckpointError, match=r"^model\.weight: written to while being copied; call wait_staged"
         ):
             staged.copied.result()
 
@@ -192,9 +192,9 @@ def test_a_state_of_another_structure_does_not_fit(change, make):
 @pytest.mark.parametrize("copy", [True, False])
 def test_a_tensor_that_lies_otherwise_in_memory_fits_only_if_it_is_copied(copy, make, tmp_path):
     path = ("w",)
-    slot = make({path: torch.zeros(LIVE_BYTES // 4, 2)}, copy=copy)
-    turned = {path: torch.rand(2, LIVE_BYTES // 4).T}
-    assert slot.fits({path: torch.zeros(LIVE_BYTES // 4, 2)})
+    slot = make({path: torch.zeros(SMALL_BYTES // 4, 2)}, copy=copy)
+    turned = {path: torch.rand(2, SMALL_BYTES // 4).T}
+    assert slot.fits({path: torch.zeros(SMALL_BYTES // 4, 2)})
     assert slot.fits(turned) is copy
     if not copy:
         slot.prepare_(entries_of(turned), turned)

@@ -12,8 +12,8 @@ from tests.tensors import DTYPES, bytes_of, random_bits
 from veofunc.checkpoint import items, staging, writer
 from veofunc.checkpoint.manifest import CheckpointError
 from veofunc.checkpoint.plan import PlannedFile, plan_files
-from veofunc.checkpoint.snapshot import Sections, describe_leaves
-from veofunc.checkpoint.staging import LIVE_BYTES, LiveFile, LiveTensors, Staging, can_stay_live
+from veofunc.checkpoint.snapshot import SMALL_BYTES, Sections, describe_leaves
+from veofunc.checkpoint.staging import LiveFile, LiveTensors, Staging, can_stay_live
 from veofunc.checkpoint.writer import Image
 
 COMPLEX = random_bits(torch.complex64, (4, 5))
@@ -27,6 +27,12 @@ def planned(leaves: dict, num_files: int = 1) -> list[PlannedFile]:
 
 def staged(leaves: dict, num_files: int = 1) -> Staging:
     return Staging(planned(leaves, num_files), leaves)
+
+
+def copy(stage: Staging, leaves: dict) -> None:
+    turn = stage.take()
+    for small in (True, False):
+        stage.copy(leaves, turn, small=small)
 
 
 def values_in(stage: Staging) -> dict[str, list[bytes]]:
@@ -55,7 +61,7 @@ def test_values_of_every_dtype_are_copied_bit_for_bit(dtype):
         ("repeated",): matrix[:1].expand(5, 4),
     }
     stage = staged(leaves, num_files=2)
-    stage.copy(leaves, stage.take())
+    copy(stage, leaves)
     stage.synchronize()
     assert values_in(stage) == {path[0]: [bytes_of(leaf)] for path, leaf in leaves.items()}
 
@@ -67,14 +73,14 @@ def test_values_that_are_only_marked_as_negated_are_copied_negated(tensor):
     assert tensor.is_conj() or tensor.is_neg()
     leaves = {("a",): tensor}
     stage = staged(leaves)
-    stage.copy(leaves, stage.take())
+    copy(stage, leaves)
     assert values_in(stage) == {"a": [bytes_of(tensor)]}
 
 
 def test_of_a_parameter_nothing_is_kept_but_the_copy():
     parameter = torch.nn.Parameter(torch.ones(3))
     stage = staged({("a",): parameter})
-    stage.copy({("a",): parameter}, stage.take())
+    copy(stage, {("a",): parameter})
     assert values_in(stage) == {"a": [bytes_of(torch.ones(3))]}
     source = weakref.ref(parameter)
     del parameter
@@ -87,7 +93,7 @@ def test_a_large_tensor_is_copied_in_pieces(monkeypatch):
     whole = random_bits(torch.float32, (9, 7))
     leaves = {("a",): whole, ("b",): whole.T}
     stage = staged(leaves, num_files=3)
-    stage.copy(leaves, stage.take())
+    copy(stage, leaves)
     found = values_in(stage)
     assert len(found["a"]) > 2
     assert sorted(found["a"]) == sorted(map(bytes_of, whole.split(3)))
@@ -98,9 +104,9 @@ def test_copying_again_replaces_the_values_and_nothing_else():
     leaves = {("a",): random_bits(torch.int32, (100,), seed=1), ("b",): random_bits(torch.int8, (3,), seed=1)}
     others = {path: random_bits(leaf.dtype, leaf.shape, seed=2) for path, leaf in leaves.items()}
     stage, fresh = staged(leaves), staged(leaves)
-    stage.copy(leaves, stage.take())
-    stage.copy(others, stage.take())
-    fresh.copy(others, fresh.take())
+    copy(stage, leaves)
+    copy(stage, others)
+    copy(fresh, others)
     assert torch.equal(stage.arena.memory, fresh.arena.memory)
 
 
@@ -110,7 +116,7 @@ def test_a_state_of_inference_is_copied_whenever_the_memory_was_made(made_in_inf
         leaves = {("a",): torch.ones(3)}
     with torch.inference_mode(made_in_inference):
         stage = staged(leaves)
-    stage.copy(leaves, stage.take())
+    copy(stage, leaves)
     assert values_in(stage) == {"a": [bytes_of(torch.ones(3))]}
 
 
@@ -119,7 +125,7 @@ def test_what_is_on_the_cpu_is_copied_when_copy_returns():
     assert not staged(leaves).overlaps
 
 
-LARGE = torch.zeros(LIVE_BYTES // 4 + 8)
+LARGE = torch.zeros(SMALL_BYTES // 4 + 8)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +138,7 @@ LARGE = torch.zeros(LIVE_BYTES // 4 + 8)
         (LARGE.to(torch.complex64), True),
         (LARGE.to(torch.complex64).conj(), False),
         (LARGE.to(torch.complex64).conj().imag.contiguous(), True),
-        (LARGE[:1].expand(LIVE_BYTES), False),
+        (LARGE[:1].expand(SMALL_BYTES), False),
         (LARGE.to("meta"), False),
     ],
 )
@@ -217,7 +223,7 @@ def test_a_live_file_is_what_an_image_of_a_copy_is(monkeypatch):
     } | {("model", "empty"): torch.ones(0, 3), ("model", "0-dim"): torch.tensor(1.5)}
     (file,) = planned(leaves)
     stage = Staging([file], leaves)
-    stage.copy(leaves, stage.take())
+    copy(stage, leaves)
     image, live_file = Image(*stage.arena.image(0)), LiveFile(file, LiveTensors(leaves))
     expected = b"".join(map(bytes, image.blocks()))
     blocks = [bytes(block) for block in live_file.blocks()]
@@ -244,7 +250,7 @@ def test_a_copy_of_an_interrupted_save_is_not_made_when_the_memory_is_another_on
     old, new = {("w",): torch.ones(3)}, {("w",): torch.zeros(3)}
     stage = staged(old)
     late = stage.take()
-    stage.copy(new, stage.take())
+    copy(stage, new)
     with pytest.raises(CheckpointError, match="interrupted"):
-        stage.copy(old, late)
+        stage.copy(old, late, small=True)
     assert values_in(stage) == {"w": [bytes_of(torch.zeros(3))]}

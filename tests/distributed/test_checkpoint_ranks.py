@@ -206,6 +206,16 @@ def check_fsdp_training_resumes_bit_equal(rank, mesh, directory):
         assert torch.equal(mine.to_local(), theirs.to_local())
 
 
+def check_a_small_tensor_that_differs_is_told_and_per_rank_lets_it(rank, mesh, directory):
+    state = state_of(mesh)
+    state["sampler"] = TensorDict({"seed": torch.tensor([rank])})
+    with async_checkpointer(state, directory / "shared") as ckpt:
+        assert "rank 0: sampler;" in failure_of(ckpt.save(state, 1).result)
+    with async_checkpointer(state, directory / "own", per_rank=["sampler"]) as ckpt:
+        ckpt.save(state, 1)
+        assert ckpt.restore(state)["sampler", "seed"].tolist() == [rank]
+
+
 def check_a_group_destroyed_too_early_never_shows_half_a_step(rank, mesh, directory):
     """The last check: the processes go on without a group."""
     ckpt = async_checkpointer(state_of(mesh, numel=1 << 20), directory)

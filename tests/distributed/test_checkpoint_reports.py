@@ -305,8 +305,7 @@ def check_what_one_rank_has_saved_of_its_own_is_not_given_to_two_in_silence(rank
     dist.barrier()
     ckpt = async_checkpointer(like, directory)
     with pytest.warns(RuntimeWarning, match="saved by 1 ranks and is restored on 2: loader come"):
-        text = failure_of(lambda: ckpt.restore(like))
-    assert "rank 1" in text and "loader: missing" in text
+        assert ckpt.restore(like)["loader"] == {"at": 5 if rank else 7}
     assert ckpt.restore(like, ranks="drop")["loader"] == {"at": 5}
     assert ckpt.restore(like, ranks="all")["loader"].to_dict() == {"rank_0": {"at": 7}}
     ckpt.close()

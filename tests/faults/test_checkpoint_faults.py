@@ -1,4 +1,4 @@
-"""What a checkpoint promises when a write fails or a file is damaged; for killed processes see checkpoint.py."""
+"""What a checkpoint promises when a write fails or a file is damaged. Killed processes: checkpoint.py."""
 
 import logging
 import shutil

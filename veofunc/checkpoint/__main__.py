@@ -85,9 +85,9 @@ def _parser() -> argparse.ArgumentParser:
     add(_verify, "Read all files and compare them with their checksums.", "only this one")
     show = add(_show, "What a step holds.", newest)
     show.add_argument("--tensors", action="store_true", help="list all tensors")
-    export = add(_export, "Write the tensors of a slot into a safetensors file.", newest)
+    export = add(_export, "Write the tensors of a section into a safetensors file.", newest)
     export.add_argument("file", metavar="FILE.safetensors", help="the new file")
-    export.add_argument("--slot", default="model", help="which one (default: %(default)s)")
+    export.add_argument("--section", default="model", help="which one (default: %(default)s)")
     export.add_argument("--force", action="store_true", help="replace the file if it exists")
     return parser
 
@@ -191,10 +191,10 @@ def _tensors(index: SlotIndex) -> list[tuple[str, str, str, str]]:
 def _export(storage: Storage, options: argparse.Namespace) -> int:
     step = choose_step(storage, options.step)
     tensors = to_safetensors(
-        options.directory, options.file, step=step, slot=options.slot, force=options.force
+        options.directory, options.file, step=step, section=options.section, force=options.force
     )
     size = _size(sum(tensor.nbytes for tensor in tensors.values()))
-    print(f"step {step}: {len(tensors)} tensors of {options.slot}, {size}, verified, to {options.file}")
+    print(f"step {step}: {len(tensors)} tensors of {options.section}, {size}, verified, to {options.file}")
     return 0
 
 

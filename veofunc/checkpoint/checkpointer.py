@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from numbers import Real
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeVar
@@ -38,7 +39,15 @@ from veofunc.checkpoint.restore import Request, read_step
 from veofunc.checkpoint.retention import Retention
 from veofunc.checkpoint.save import Save
 from veofunc.checkpoint.slot import Slot, SlotOptions
-from veofunc.checkpoint.snapshot import REST, Leaf, describe_leaves, describe_values, flatten, unflatten
+from veofunc.checkpoint.snapshot import (
+    REST,
+    Leaf,
+    describe_leaves,
+    describe_values,
+    digests_of_small,
+    flatten,
+    unflatten,
+)
 from veofunc.checkpoint.step import StepWriter, Task
 from veofunc.checkpoint.storage import LOCK, Storage, open_storage, step_name
 
@@ -54,7 +63,7 @@ def async_checkpointer(
     directory: str | Path = "checkpoints",
     *,
     slots: Mapping[str, Iterable[str]] | None = None,
-    per_rank: Iterable[str] = ("rng", "window", "loader"),
+    per_rank: Iterable[str] = (),
     keep_last: int | None = None,
     keep_every: int | None = None,
     keep_best: tuple[str, int] | tuple[str, int, str] | None = None,
@@ -82,8 +91,9 @@ def async_checkpointer(
             that fsspec knows, as "s3://bucket/run".
         slots: top-level keys of the state by the name of their slot; by default `model` and `optimizer`
             are one each, and the others share `rest`.
-        per_rank: top-level keys that differ from rank to rank: each saves, and gets back, its own.
-            Elsewhere plain tensors and JSON values are the same on all ranks; sharded tensors are DTensors.
+        per_rank: top-level keys that differ from rank to rank, besides `rng`, `window` and `loader`: each
+            rank saves, and gets back, its own. Elsewhere plain tensors and JSON values are the same on all
+            ranks; sharded tensors are DTensors.
         keep_last: how many of the newest complete steps to keep; if no `keep_` is given, all.
         keep_every: keep those whose number is a multiple of it.
         keep_best: keep those with the lowest, or highest, of a metric that `save` is given: its name,
@@ -346,6 +356,9 @@ class Checkpointer:
                 return unflatten(self._together(f"reading {step}", lambda: read_plain(step, request)))
             return unflatten(self._read(step, request))
 
+    def __repr__(self) -> str:
+        return f"Checkpointer({self._storage.root!r}, rank {self._ranks.rank} of {self._ranks.size})"
+
     def __enter__(self) -> Checkpointer:
         return self
 
@@ -365,7 +378,6 @@ class Checkpointer:
 
     def _open(self) -> bool:
         """Whether this may write; on all ranks together, which must see one directory."""
-        here = f"process {os.getpid()} on {socket.gethostname()}"
 
         def claim(roots: list[str]) -> str:
             if {*roots} != {self._storage.root}:
@@ -382,11 +394,12 @@ class Checkpointer:
             owner = agreement.round("opening", lambda: self._storage.root, claim)
             if not owner:
                 agreement.round("opening", look, lambda _: None)
-        self._is_mine = not owner
-        if owner and owner != here:
+        if self._ranks.rank == 0:
+            self._storage.release()  # until the first save: who only reads must not be in the way
+        if owner and owner != _here():
             text = f"{self._storage.root} is written to by {owner}: this checkpointer can read, and not save"
             warnings.warn(text, RuntimeWarning, stacklevel=4)
-        return self._is_mine
+        return not owner
 
     def _save(
         self,
@@ -411,6 +424,7 @@ class Checkpointer:
             background = None if block else self._threads
             staged = {name: self._slots[name].stage(own, background) for name, own in tensors.items()}
             values = tuple(describe_values(leaves, self._options.sections, self._ranks.rank))
+            small = digests_of_small(leaves, self._options.sections) if self._ranks.size > 1 else {}
         except BaseException as error:
             self._broken_off |= slots
             if self._ranks.size > 1:  # the others must hear of it; here it is raised at once
@@ -418,7 +432,7 @@ class Checkpointer:
             raise
         save = Save(step, sum(part.nbytes for part in staged.values()))
         save._copies = [part.copied for part in staged.values() if part.copied]
-        self._begin(save, slots, Task(step, staged, values, measured, save._wrote), agreement)
+        self._begin(save, slots, Task(step, staged, values, small, measured, save._wrote), agreement)
         return save
 
     def _begin(
@@ -474,9 +488,10 @@ class Checkpointer:
             return
         owner = self._storage.claim()
         if owner:
+            way_out = "close() that one" if owner == _here() else "end that one, or take another directory"
+            who = "another checkpointer of this process" if owner == _here() else owner
             raise CheckpointError(
-                f"{self._storage.root} is written to by {owner}: one directory is for one run; end that one, "
-                "or take another directory"
+                f"{self._storage.root} is written to by {who}: one directory is for one run; {way_out}"
             )
         self._is_mine = True
 
@@ -484,7 +499,15 @@ class Checkpointer:
         where = f"{self._storage.root}/{step_name(step)}"
         if any(save.step == step and not save.done for save, _ in self._saves):
             raise FileExistsError(f"{where} is being saved already")
-        if step not in step_numbers(self._storage):
+        steps = step_numbers(self._storage)
+        if steps and step < steps[-1] and self._ranks.rank == 0:
+            logger.warning(
+                "%s is older than step %d, which stays the newest, also for keep_last; to go back for good, "
+                "remove the later steps",
+                where,
+                steps[-1],
+            )
+        if step not in steps:
             return
         reason = damage(self._storage, step)
         if step in self._damaged:
@@ -616,6 +639,10 @@ def _finish(checkpointer: weakref.ref[Checkpointer], process: int) -> None:
             save._ended()
 
 
+def _here() -> str:
+    return f"process {os.getpid()} on {socket.gethostname()}"
+
+
 def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(32, thread_name_prefix="veofunc-checkpoint")
 
@@ -635,6 +662,9 @@ def _checked(metrics: Any) -> dict[str, float]:
     if not isinstance(metrics, Mapping):
         raise TypeError(f'metrics must be a mapping as {{"loss": 1.2}}, got {metrics!r}')
     for name, value in metrics.items():
-        if not isinstance(name, str) or isinstance(value, bool) or not isinstance(value, int | float):
-            raise TypeError(f"metrics must be numbers by their names, got {name!r}: {value!r}")
-    return dict(metrics)
+        if not isinstance(name, str) or isinstance(value, bool) or not isinstance(value, Real):
+            raise TypeError(
+                f"metrics must be numbers by their names, got {name!r}: {value!r}; of a tensor "
+                "give its .item()"
+            )
+    return {name: float(value) for name, value in metrics.items()}

@@ -20,12 +20,12 @@ def to_safetensors(
     file: str | os.PathLike[str],
     *,
     step: int | None = None,
-    slot: str = "model",
+    section: str = "model",
     force: bool = False,
 ) -> dict[str, Tensor]:
-    """Write all tensors of one slot of a saved step, whole and verified, into a safetensors file.
+    """Write all tensors of one section of a saved step, whole and verified, into a safetensors file.
 
-    The names are those in the state, for the slot of one section (as the model) without that. Tied
+    The names are those in the section. Tied
     tensors are written once for each name, as the format has no ties; tensors that each rank saved its
     own of are named "rank_<n>.<name>". The file appears when it is complete.
 
@@ -33,7 +33,7 @@ def to_safetensors(
         directory: where the steps are, as `async_checkpointer` was given it.
         file: the new file.
         step: which one; by default the newest complete one.
-        slot: which one.
+        section: the top-level key of the state, as "model" or "ema".
         force: whether a file may be there already; it is replaced.
 
     Returns:
@@ -44,7 +44,7 @@ def to_safetensors(
         FileExistsError: `file` exists.
         ImportError: the safetensors package is not installed.
         OSError: `file` cannot be written.
-        ValueError: the step has no such slot; lists those that it has. Or tensors have a dtype that
+        ValueError: the step has no such section; lists those that it has. Or tensors have a dtype that
             the format lacks; names them.
 
     Warns:
@@ -71,7 +71,7 @@ def to_safetensors(
         raise FileExistsError(f"{file} exists; take another name, or replace it with force=True (--force)")
     storage = open_storage(directory)
     step = choose_step(storage, step)
-    tensors = _read_slot(storage, step, slot)
+    tensors = _read_section(storage, step, section)
     partial = file.with_name(f".{file.name}.partial-{os.getpid()}")
     try:
         save_file(tensors, partial, {"format": "pt", "step": str(step)})
@@ -109,15 +109,16 @@ def choose_step(storage: Storage, step: int | None) -> int:
     raise CheckpointError(f"there is no complete step in {storage.root}")
 
 
-def _read_slot(storage: Storage, step: int, slot: str) -> dict[str, Tensor]:
-    """All tensors of a slot by the names in it, none sharing memory with another."""
+def _read_section(storage: Storage, step: int, section: str) -> dict[str, Tensor]:
+    """All tensors of a section by the names in it, none sharing memory with another."""
     _, indices = read_indices(storage, step)
-    if slot not in indices:
-        raise ValueError(f"slot must be one of {sorted(indices)}, which step {step} has, got {slot!r}")
-    entries = indices[slot].entries
+    entries = [entry for index in indices.values() for entry in index.entries]
+    sections = sorted({entry.path[0] for entry in entries})
+    if section not in sections:
+        raise ValueError(f"section must be one of {sections}, which step {step} has, got {section!r}")
     request = Request(
         like={},
-        only=frozenset(entry.path[0] for entry in entries),
+        only=frozenset([section]),
         strict=False,
         cast=False,
         verify="full",
@@ -129,9 +130,11 @@ def _read_slot(storage: Storage, step: int, slot: str) -> dict[str, Tensor]:
     leaves = read_step(storage, step, request)
     tensors: dict[str, Tensor] = {}
     for entry in entries:
-        tensor = leaves[_place(entry)]
-        assert isinstance(tensor, Tensor)
-        tensors[entry.key] = tensor.clone() if entry.tie else tensor
+        if entry.path[0] == section:
+            place = _place(entry)
+            tensor = leaves[place]
+            assert isinstance(tensor, Tensor)
+            tensors[".".join(place[1:] or place)] = tensor.clone() if entry.tie else tensor
     return tensors
 
 

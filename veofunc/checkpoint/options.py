@@ -13,6 +13,8 @@ from veofunc.checkpoint.snapshot import Sections
 
 __all__ = ["Options", "names_of"]
 
+PER_RANK = frozenset({"rng", "window", "loader"})
+
 
 @dataclass(frozen=True)
 class Options:
@@ -55,7 +57,7 @@ class Options:
             _check_positive("bytes_per_second", bytes_per_second, " or None")
         _check_positive("timeout", timeout, "")
         return Options(
-            Sections(_slots(slots), frozenset(names_of("per_rank", per_rank))),
+            Sections(_slots(slots), PER_RANK | {*names_of("per_rank", per_rank)}),
             Retention.of(*keep),
             copy,
             1 + double_buffer,

@@ -138,12 +138,16 @@ def _of_this_rank(
     if private and manifest.world_size != request.world_size:
         warnings.warn(
             f"step {manifest.step} was saved by {manifest.world_size} ranks and is restored on "
-            f"{request.world_size}: {' and '.join(sections)} come back only on ranks that saved theirs; "
-            'ranks="all" gives those of all, ranks="drop" leaves them as they are in `like`',
+            f"{request.world_size}: {' and '.join(sections)} come back only on ranks that saved theirs, and "
+            'stay as in `like` on others; ranks="all" gives those of all, ranks="drop" none',
             RuntimeWarning,
             stacklevel=5,
         )
-    return shared | {entry.path: entry for entry in private if entry.rank == request.rank}, like, {}
+    mine = {entry.path: entry for entry in private if entry.rank == request.rank}
+    if mine or not private:
+        return shared | mine, like, {}
+    others = {path: leaf for path, leaf in like.items() if path[0] in sections}
+    return shared, {path: leaf for path, leaf in like.items() if path[0] not in sections}, others
 
 
 class _FileRead:

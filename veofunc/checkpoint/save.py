@@ -71,6 +71,13 @@ class Save:
         place = self._future.result()
         return place if "://" in place else Path(place)
 
+    def __repr__(self) -> str:
+        state = "being written" if not self.done else "complete" if self._is_good() else "failed"
+        return f"Save(step {self.step}, {state}, {self._written} of {self._total} bytes)"
+
+    def _is_good(self) -> bool:
+        return not self._future.cancelled() and self._future.exception() is None
+
     def _wrote(self, nbytes: int) -> None:
         with self._lock:
             self._written += nbytes
@@ -94,4 +101,4 @@ class Save:
     @property
     def _over(self) -> bool:
         """Whether it has ended, and if it failed somebody was told."""
-        return self._ended(0) and (self._future.cancelled() or self._told or self._future.exception() is None)
+        return self._ended(0) and (self._future.cancelled() or self._told or self._is_good())

@@ -110,10 +110,12 @@ class Slot:
         live = LiveTensors({path: leaf for path, leaf in tensors.items() if path in self._live_paths})
         files = [LiveFile(file, live) for file in self._live_files]
         copied = None
+        buffer.copy(tensors, turn, small=True)  # buffers that a forward pass writes to are among them
         if background and not buffer.overlaps:
-            copied = background.submit(_copy_unchanged, buffer, tensors, turn, _versions(tensors))
+            large = {path: tensors[path] for path in buffer.large}
+            copied = background.submit(_copy_unchanged, buffer, large, turn, _versions(large))
         else:
-            buffer.copy(tensors, turn)
+            buffer.copy(tensors, turn, small=False)
             if background:
                 copied = background.submit(buffer.synchronize)
             else:
@@ -221,7 +223,7 @@ def _copy_unchanged(
     before: Mapping[TreePath, int | None],
 ) -> None:
     """Copy them, if nobody wrote to them since `before`, as far as their version counters tell."""
-    buffer.copy(tensors, turn)
+    buffer.copy(tensors, turn, small=False)
     changed = [".".join(path) for path, version in _versions(tensors).items() if version != before[path]]
     if changed:
         raise CheckpointError(

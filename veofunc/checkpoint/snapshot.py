@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, cast
+from zlib import crc32
 
 import torch
 from tensordict import NonTensorData, TensorDict, TensorDictBase, is_non_tensor
@@ -16,11 +18,13 @@ from veofunc.checkpoint.values import to_json
 
 __all__ = [
     "REST",
+    "SMALL_BYTES",
     "Empty",
     "Leaf",
     "Sections",
     "describe_leaves",
     "describe_values",
+    "digests_of_small",
     "flatten",
     "local",
     "match",
@@ -31,6 +35,7 @@ __all__ = [
 
 
 REST = "rest"
+SMALL_BYTES = 64 << 10
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,9 @@ class Sections:
     def slot_of(self, path: TreePath) -> str:
         """The slot of a tensor."""
         return self.slots.get(path[0], REST)
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -114,6 +122,18 @@ def describe_values(leaves: Mapping[TreePath, Leaf], sections: Sections, rank: i
             yield _describe(path, leaf, sections, rank)
 
 
+def digests_of_small(leaves: Mapping[TreePath, Leaf], sections: Sections) -> dict[str, int]:
+    """A checksum for each section besides model and optimizer of the small tensors that ranks share."""
+    digests: dict[str, int] = {}
+    for path, leaf in leaves.items():
+        shared = sections.slot_of(path) == REST and path[0] not in sections.per_rank
+        plain = isinstance(leaf, Tensor) and not isinstance(leaf, DTensor) and leaf.device.type == "cpu"
+        if shared and plain and leaf.nbytes <= SMALL_BYTES:
+            values = leaf.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+            digests[path[0]] = crc32(values.numpy(), digests.get(path[0], 0))
+    return digests
+
+
 def memory_of(tensor: Tensor) -> tuple[Any, ...]:
     """Equal for tensors that are the same values of the same memory."""
     layout = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else ()
@@ -147,11 +167,15 @@ def match(
 
     wanted = {path: entry for path, entry in entries.items() if is_wanted(path)}
     problems = [_difference(entry, like[path], cast) for path, entry in wanted.items() if path in like]
+    missing = [_dotted(p) for p, leaf in like.items() if p not in entries and not isinstance(leaf, Empty)]
+    unexpected = [_dotted(p) for p, e in entries.items() if p not in wanted and e.kind != "empty"]
     if strict:
-        here = [path for path, leaf in like.items() if not isinstance(leaf, Empty)]
-        saved = [path for path, entry in entries.items() if entry.kind != "empty"]
-        problems += [f"{_dotted(p)}: missing, it was not saved" for p in here if p not in entries]
-        problems += [f"{_dotted(p)}: unexpected, the state has none" for p in saved if p not in wanted]
+        problems += [f"{name}: missing, it was not saved" for name in missing]
+        problems += [f"{name}: unexpected, the state has none" for name in unexpected]
+    elif missing or unexpected:
+        logger.warning(
+            "kept, as it was not saved: %s; left out: %s", missing or "nothing", unexpected or "nothing"
+        )
     if any(problems):
         listed = "\n".join(f"  {problem}" for problem in problems if problem)
         raise CheckpointError(f"what was saved differs from the state to restore:\n{listed}")

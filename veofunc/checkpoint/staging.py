@@ -17,12 +17,11 @@ from veofunc.checkpoint.items import item
 from veofunc.checkpoint.manifest import CheckpointError, TreePath
 from veofunc.checkpoint.plan import Box, PlannedFile
 from veofunc.checkpoint.process import Arena
-from veofunc.checkpoint.snapshot import local
+from veofunc.checkpoint.snapshot import SMALL_BYTES, local
 from veofunc.checkpoint.writer import BLOCK_BYTES, combine
 
-__all__ = ["LIVE_BYTES", "LiveFile", "LiveTensors", "Staging", "can_stay_live"]
+__all__ = ["LiveFile", "LiveTensors", "Staging", "can_stay_live"]
 
-LIVE_BYTES = 64 << 10  # smaller tensors are copied all the same: that is faster, and safe
 SAMPLES = 32  # places of a tensor that are compared
 SAMPLE_BYTES = 16
 
@@ -43,11 +42,13 @@ class Staging:
         with torch.inference_mode(False):  # else no save outside could write into it
             self.arena = Arena([(file.size, file.places) for file in files], pin=pin)
             laid_out = [*self._lay_out()]
-        self._parts = [(path, box) for path, box, _ in laid_out]
-        self._targets = [target for _, _, target in laid_out]
+        self._groups = {
+            is_small: [part for part in laid_out if (local(leaves[part[0]]).nbytes < SMALL_BYTES) is is_small]
+            for is_small in (True, False)
+        }
         self._turn = 0  # how many saves have used it
         self._copying = threading.Lock()
-        self._are_whole = all(_box_of(local(leaves[path]), box) is leaves[path] for path, box in self._parts)
+        self._are_whole = all(_box_of(local(leaves[p]), box) is leaves[p] for p, box, _ in laid_out)
 
     @property
     def overlaps(self) -> bool:
@@ -60,8 +61,13 @@ class Staging:
             self._turn += 1
             return self._turn
 
-    def copy(self, leaves: Mapping[TreePath, Tensor], turn: int) -> None:
-        """Copy the values; those of an accelerator are there after `synchronize`.
+    @property
+    def large(self) -> list[TreePath]:
+        """The tensors that are not small."""
+        return [path for path, _, _ in self._groups[False]]
+
+    def copy(self, leaves: Mapping[TreePath, Tensor], turn: int, *, small: bool) -> None:
+        """Copy the values of small tensors, or of large; those of an accelerator come with `synchronize`.
 
         Raises:
             CheckpointError: it is another's turn: this save was interrupted.
@@ -69,27 +75,27 @@ class Staging:
         with self._copying:
             if turn != self._turn:
                 raise CheckpointError("save was interrupted")
-            self._copy(leaves)
+            if self._groups[small]:
+                self._copy(leaves, self._groups[small])
 
     def synchronize(self) -> None:
         """Return when the values are copied."""
         for stream in self._streams.values():
             stream.synchronize()
 
-    def _copy(self, leaves: Mapping[TreePath, Tensor]) -> None:
-        if not self._targets:
-            return
+    def _copy(self, leaves: Mapping[TreePath, Tensor], parts: list[tuple[TreePath, Box, Tensor]]) -> None:
+        targets = [target for _, _, target in parts]
         if self._are_whole:  # as mostly, and faster
-            sources = [leaves[path] for path, _ in self._parts]
+            sources = [leaves[path] for path, _, _ in parts]
         else:
-            sources = [_box_of(local(leaves[path]), box) for path, box in self._parts]
+            sources = [_box_of(local(leaves[path]), box) for path, box, _ in parts]
         for device, stream in self._streams.items():
             stream.wait_stream(torch.accelerator.current_stream(device))
         with torch.inference_mode(False), torch.no_grad():
             if not self._streams:
-                torch._foreach_copy_(self._targets, sources)
+                torch._foreach_copy_(targets, sources)
                 return
-            for target, source in zip(self._targets, sources, strict=True):
+            for target, source in zip(targets, sources, strict=True):
                 with self._streams.get(source.device, nullcontext()):
                     target.copy_(source, non_blocking=True)
 
@@ -107,10 +113,10 @@ class Staging:
 
 
 def can_stay_live(tensor: Tensor) -> bool:
-    """Whether its memory can be written to disk as it is, and is large enough to be worth it."""
+    """Whether its memory can be written to disk as it is. Small ones are copied: that is faster, and safe."""
     tensor = local(tensor)
     is_plain = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
-    return tensor.device.type == "cpu" and is_plain and tensor.numel() * tensor.itemsize >= LIVE_BYTES
+    return tensor.device.type == "cpu" and is_plain and tensor.numel() * tensor.itemsize >= SMALL_BYTES
 
 
 class LiveTensors:

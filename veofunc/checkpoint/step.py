@@ -37,6 +37,7 @@ class Task:
         step: its number.
         staged: the tensors, by slot.
         values: the other leaves.
+        small: checksums by section of small tensors that must be the same on all ranks.
         metrics: what was measured.
         wrote: told how many more bytes are written.
     """
@@ -44,6 +45,7 @@ class Task:
     step: int
     staged: Mapping[str, Staged]
     values: tuple[Entry, ...]
+    small: Mapping[str, int]
     metrics: Mapping[str, float]
     wrote: Callable[[int], None]
 
@@ -124,7 +126,11 @@ class StepWriter:
     def _describe(self, task: Task, agreement: Agreement) -> dict[str, Any]:
         """What this rank saves."""
         sections: dict[str, list[int]] = {}
-        for digests in (digests_of(task.values), *(staged.digests for staged in task.staged.values())):
+        for digests in (
+            task.small,
+            digests_of(task.values),
+            *(staged.digests for staged in task.staged.values()),
+        ):
             for name, digest in digests.items():
                 sections.setdefault(name, []).append(digest)
         for staged in task.staged.values():
@@ -155,7 +161,7 @@ class StepWriter:
             if differing:
                 raise CheckpointError(
                     f"rank {rank} saves something else than rank 0: {', '.join(differing)}; all ranks must "
-                    "save the same step, structure and JSON values, but for sections named in per_rank"
+                    "save the same step, structure and values, but for sections named in per_rank"
                 )
 
     def _write_slots(self, task: Task, directory: str, agreement: Agreement) -> dict[str, list[int]]:

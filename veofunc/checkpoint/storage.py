@@ -116,7 +116,7 @@ def open_storage(directory: str | os.PathLike[str]) -> Storage:
         raise TypeError(f"directory must be a path or a URL, got {directory!r}")
     text = os.fspath(directory)
     if "://" not in text or text.startswith("file://"):
-        return LocalStorage(Path(text.removeprefix("file://")).absolute())
+        return LocalStorage(Path(text.removeprefix("file://")).expanduser().absolute())
     try:
         return UrlStorage(text)
     except ImportError as error:
