@@ -3,6 +3,7 @@
 import gc
 import shutil
 import signal
+import sys
 import threading
 import time
 
@@ -357,11 +358,13 @@ def test_leaves_no_thread_behind(tmp_path):
     before = set(threading.enumerate())
     ckpt = async_checkpointer(state_of(0), tmp_path)
     ckpt.save(state_of(1), 1).result()
-    (thread,) = set(threading.enumerate()) - before
+    started = set(threading.enumerate()) - before
+    assert started
     del ckpt
     gc.collect()
-    thread.join(timeout=10)
-    assert not thread.is_alive()
+    for thread in started:
+        thread.join(timeout=10)
+        assert not thread.is_alive()
 
 
 def test_threads_that_save_at_once_save_what_they_were_given(tmp_path):
@@ -420,7 +423,7 @@ def test_a_save_inside_a_save_is_refused_and_the_outer_one_is_whole(tmp_path):
     assert values_of(ckpt.restore(state_of(0), 1)) == {1}
 
 
-def test_an_outer_save_that_its_signal_handler_breaks_off_is_not_made_and_the_next_is(tmp_path):
+def test_a_save_whose_signal_handler_raises_is_made_all_the_same(tmp_path):
     state = Signalling({"model": state_of(1)["model"], "step": NonTensorData(1)})
     before = signal.signal(signal.SIGUSR1, lambda *_: ckpt.save(state_of(9), 9))
     try:
@@ -430,7 +433,8 @@ def test_an_outer_save_that_its_signal_handler_breaks_off_is_not_made_and_the_ne
             ckpt.save(state_of(2), 2)
     finally:
         signal.signal(signal.SIGUSR1, before)
-    assert ckpt.steps() == (2,)
+    assert ckpt.steps() == (1, 2)
+    assert values_of(ckpt.restore(state_of(0), 1)) == {1}
 
 
 class Held(TensorDict):
@@ -512,6 +516,51 @@ def test_a_save_that_is_interrupted_is_made_whole_or_not_at_all(when, tmp_path, 
     assert 2 in ckpt.steps()
     for step in ckpt.steps():
         assert values_of(ckpt.restore(state_of(0, numel), step)) == {step}
+
+
+def test_waiting_in_one_thread_forgets_no_save_of_another(tmp_path, monkeypatch):
+    switch = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    stop = threading.Event()
+
+    def wait(ckpt):
+        while not stop.is_set():
+            ckpt.wait()
+
+    try:
+        with async_checkpointer(state_of(0), tmp_path, keep_last=50) as ckpt:
+            threads = [threading.Thread(target=wait, args=(ckpt,)) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            for step in range(25):
+                ckpt.save(state_of(step), step)
+            stop.set()
+            for thread in threads:
+                thread.join()
+    finally:
+        sys.setswitchinterval(switch)
+    for step in range(25):
+        assert values_of(ckpt.restore(state_of(0), step)) == {step}
+
+
+def test_an_interrupt_while_a_state_is_copied_leaves_a_whole_save(held, tmp_path):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with async_checkpointer(state_of(0), tmp_path, double_buffer=True) as ckpt:
+            ckpt.save(state_of(1), 1)
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+            with pytest.raises(KeyboardInterrupt):
+                ckpt.save(held_state(2), 2)
+            Held.go_on.set()
+            ckpt.save(state_of(3), 3)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert ckpt.steps() == (1, 2, 3)
+    for step in (1, 2, 3):
+        assert values_of(ckpt.restore(state_of(0), step)) == {step}
 
 
 class Sub(torch.Tensor):

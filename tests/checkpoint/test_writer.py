@@ -313,9 +313,13 @@ def test_a_long_sleep_is_told_as_no_more_bytes(monkeypatch):
 def test_without_a_pace_nobody_sleeps(monkeypatch):
     clock, told = Clock(), []
     monkeypatch.setattr(writer, "time", clock)
-    Pace(None, told.append).wrote(1 << 40)
+    pace = Pace(None, told.append)
+    pace.wrote(1 << 40)
+    pace.wrote(3)
     assert clock.now == 0
-    assert told == [1 << 40]
+    assert told == []  # it is too early to tell
+    pace.settle()
+    assert told == [(1 << 40) + 3]
 
 
 def test_the_process_writes_arenas_more_than_once(process, tmp_path):
@@ -336,7 +340,8 @@ def test_the_process_tells_how_much_is_written(process, tmp_path):
     while "written" in (reply := process.hear()):
         written.append(reply["written"])
     assert sum(written) == 20 << 20
-    assert len(written) > 1
+    assert written  # and not for each block, as whoever listens is in training
+    assert len(written) < 20
 
 
 def test_the_process_tells_what_failed_and_goes_on(process, tmp_path):

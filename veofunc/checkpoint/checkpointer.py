@@ -11,7 +11,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from numbers import Real
 from pathlib import Path
 from types import TracebackType
@@ -54,6 +54,8 @@ from veofunc.checkpoint.storage import LOCK, Storage, open_storage, step_name
 __all__ = ["Checkpointer", "async_checkpointer"]
 
 T = TypeVar("T")
+
+NUM_LOOKS = 5  # at steps that another process replaces or removes meanwhile
 
 logger = logging.getLogger(__name__)
 
@@ -162,7 +164,7 @@ class Checkpointer:
         self._retaining = threading.Lock()
         self._turn = threading.Lock()
         self._saving: int | None = None  # the thread whose turn it is
-        self._threads = _threads()
+        self._stager, self._threads = _pool(1), _pool(32)
         self._is_mine = False  # whether this may write
         self._process = os.getpid()
         self._broken_off: set[str] = set()  # slots of a failed `save`: which of their buffers is free is open
@@ -222,7 +224,11 @@ class Checkpointer:
         with self._turn:
             self._saving = threading.get_ident()
             try:
-                return self._save(state, step, metrics, overwrite, block)
+                # In a thread of its own, so that no interrupt breaks it off half way.
+                stream = torch.accelerator.current_stream() if torch.accelerator.is_available() else None
+                return self._stager.submit(
+                    self._save_on, stream, state, step, metrics, overwrite, block
+                ).result()
             finally:
                 self._saving = None
 
@@ -232,12 +238,14 @@ class Checkpointer:
         Raises:
             CheckpointError: one failed, and nobody was told yet; names rank, file and cause.
         """
+        if os.getpid() != self._process:
+            return  # the saves are those of the process that this is a fork of
         saves = [save for save, _ in self._saves]
         for save in saves:
             save._ended()
         for save in saves:
             save._wait()
-        self._saves = [(save, slots) for save, slots in self._saves if not save._over]
+        self._forget_ended()
 
     def close(self) -> None:
         """Wait for all pending saves, free the memory, end the processes, and let others write here.
@@ -250,8 +258,9 @@ class Checkpointer:
         try:
             self.wait()
         finally:
+            self._stager.shutdown()
             self._threads.shutdown()
-            self._threads = _threads()
+            self._stager, self._threads = _pool(1), _pool(32)
             for slot in self._slots.values():
                 slot.close()
             self._slots = {}
@@ -401,6 +410,10 @@ class Checkpointer:
             warnings.warn(text, RuntimeWarning, stacklevel=4)
         return not owner
 
+    def _save_on(self, stream: torch.Stream | None, *args: Any) -> Save:
+        with stream or nullcontext():
+            return self._save(*args)
+
     def _save(
         self,
         state: TensorDictBase,
@@ -425,14 +438,15 @@ class Checkpointer:
             staged = {name: self._slots[name].stage(own, background) for name, own in tensors.items()}
             values = tuple(describe_values(leaves, self._options.sections, self._ranks.rank))
             small = digests_of_small(leaves, self._options.sections) if self._ranks.size > 1 else {}
+            save = Save(step, sum(part.nbytes for part in staged.values()))
+            save._copies = [part.copied for part in staged.values() if part.copied]
+            task = Task(step, staged, values, small, measured, save._wrote)
         except BaseException as error:
             self._broken_off |= slots
             if self._ranks.size > 1:  # the others must hear of it; here it is raised at once
                 self._begin(Save(step, told=True), slots, CheckpointError(explain(error)), agreement)
             raise
-        save = Save(step, sum(part.nbytes for part in staged.values()))
-        save._copies = [part.copied for part in staged.values() if part.copied]
-        self._begin(save, slots, Task(step, staged, values, small, measured, save._wrote), agreement)
+        self._begin(save, slots, task, agreement)
         return save
 
     def _begin(
@@ -480,8 +494,15 @@ class Checkpointer:
             for index, save in enumerate(saves):
                 if index < num_done or save.done:
                     save._wait()
-        self._saves = [(save, theirs) for save, theirs in self._saves if not save._over]
+        self._forget_ended()
         self._broken_off -= slots
+
+    def _forget_ended(self) -> None:
+        """Drop what nobody needs to wait for; other threads add to the list meanwhile."""
+        for known in [*self._saves]:
+            if known[0]._over:
+                with suppress(ValueError):  # another thread has dropped it
+                    self._saves.remove(known)
 
     def _claim(self) -> None:
         if self._is_mine or self._ranks.rank:
@@ -557,12 +578,18 @@ class Checkpointer:
 
     def _newest(self, besides: Container[int]) -> int | None:
         """The newest step that looks complete, with a warning for each newer one that does not."""
-        for step in reversed(step_numbers(self._storage)):
-            reason = "" if step in besides else damage(self._storage, step)
-            if reason:
-                warnings.warn(f"step {step} is skipped: {reason}", RuntimeWarning, stacklevel=3)
-            elif step not in besides:
-                return step
+        for _ in range(NUM_LOOKS):
+            vanished = False
+            for step in reversed(step_numbers(self._storage)):
+                reason = "" if step in besides else damage(self._storage, step)
+                if reason and step not in step_numbers(self._storage):
+                    vanished = True  # it was removed, or is being replaced, by who writes here
+                elif reason:
+                    warnings.warn(f"step {step} is skipped: {reason}", RuntimeWarning, stacklevel=3)
+                elif step not in besides:
+                    return step
+            if not vanished:
+                break
         return None
 
     def _choose(self, step: int | None, besides: Container[int] = ()) -> int:
@@ -577,11 +604,15 @@ class Checkpointer:
     def _read(self, step: int | None, request: Request) -> dict[TreePath, Leaf]:
         """The leaves of the step, or of the newest good one; on all ranks together."""
         skipped: set[int] = set()
+        num_looks = 0
+
+        def choose(_: Any) -> tuple[int, float]:
+            chosen = self._choose(step, skipped)
+            return chosen, self._saved_at(chosen)
+
         while True:
             with self._ranks.agreement("restore") as agreement:
-                chosen = agreement.round(
-                    "choosing a step", lambda: None, lambda _: self._choose(step, skipped)
-                )
+                chosen, saved_at = agreement.round("choosing a step", lambda: None, choose)
                 leaves: dict[TreePath, Leaf] = {}
 
                 def read(chosen: int = chosen, leaves: dict[TreePath, Leaf] = leaves) -> str:
@@ -595,11 +626,28 @@ class Checkpointer:
             found = "; ".join(dict.fromkeys(filter(None, reasons)))
             if not found:
                 return leaves
+            num_looks += 1
+            if num_looks < NUM_LOOKS and self._changed_since(chosen, saved_at):
+                continue  # whoever writes here has replaced or removed it meanwhile
             self._damaged.add(chosen)
             skipped.add(chosen)
             if step is not None:
                 raise CheckpointError(f"{found}; {self._way_out(chosen)}")
             warnings.warn(f"step {chosen} is skipped: {found}", RuntimeWarning, stacklevel=3)
+
+    def _saved_at(self, step: int) -> float:
+        """When a step was saved; 0 if it is not complete."""
+        try:
+            return read_complete(self._storage, step).time
+        except DamageError:
+            return 0.0
+
+    def _changed_since(self, step: int, saved_at: float) -> bool:
+        """Whether a step is another than it was, or gone, as rank 0 sees it."""
+        with self._ranks.agreement("restore") as agreement:
+            return agreement.round(
+                "looking again", lambda: None, lambda _: saved_at != 0 and self._saved_at(step) != saved_at
+            )
 
     def _together(self, doing: str, work: Callable[[], T]) -> T:
         """What `work` gives on this rank, once it succeeded on all."""
@@ -643,8 +691,8 @@ def _here() -> str:
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(32, thread_name_prefix="veofunc-checkpoint")
+def _pool(num_threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(num_threads, thread_name_prefix="veofunc-checkpoint")
 
 
 def _device(where: torch.device | str) -> torch.device:

@@ -12,6 +12,7 @@ its accelerator: a rank that is ahead is read as such, and the others catch up w
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -128,6 +129,7 @@ class _LastSave:
 
     def __init__(self, ckpt: Checkpointer, make_state: Callable[[], TensorDictBase]):
         self.previous: dict[int, Any] = {}
+        self._process = os.getpid()
         self._ckpt = ckpt
         self._ranks = ckpt._ranks
         self._make_state = make_state
@@ -149,6 +151,10 @@ class _LastSave:
     def handle(self, number: int, frame: FrameType | None) -> None:
         """What a signal does."""
         now, handler = time.monotonic(), self.previous[number]
+        if os.getpid() != self._process:  # a fork, which has inherited this
+            signal.signal(number, handler)
+            signal.raise_signal(number)
+            return
         is_first = self._came_at is None
         self._came_at = now if self._came_at is None else self._came_at
         is_ours = isinstance(getattr(handler, "__self__", None), _LastSave)  # of a block around this one

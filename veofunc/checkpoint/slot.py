@@ -153,6 +153,7 @@ class Slot:
         try:
             for name, file in ours.items():
                 storage.write(f"{directory}/{name}", file, pace)
+            pace.settle()
             theirs = self._writer.finish(wrote, tick) if self._writer else []
         except BaseException:
             if self._writer:

@@ -151,6 +151,8 @@ class LocalStorage:
         return open(self._path / name, "rb", buffering=0)
 
     def claim(self) -> str:
+        if self._lock is not None:
+            return ""
         self._path.mkdir(parents=True, exist_ok=True)
         try:
             descriptor = os.open(self._path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -245,6 +247,8 @@ class UrlStorage:
     in_process = True
 
     def __init__(self, url: str):
+        if not url.partition("://")[2].strip("/"):
+            raise ValueError(f"directory must have a path after ://, got {url}")
         self.root = url.rstrip("/")
         self._is_clean = False
         self._fs, self._prefix = fsspec.core.url_to_fs(self.root)

@@ -35,6 +35,7 @@ PAGE_BYTES = 4096  # direct I/O wants multiples of it
 BLOCK_BYTES = 8 << 20  # written at once
 PACKET_BYTES = 128 << 10
 SIGN_OF_LIFE = 0.5  # seconds between two of a pace that sleeps
+TELL_SECONDS = 0.1  # between two messages about progress
 
 # (where its values start, how many bytes, the two places of their checksum); all in bytes of the file
 ItemPlace = Sequence[int]
@@ -85,7 +86,9 @@ def _answer(
 
     try:
         with ThreadPoolExecutor(len(images)) as threads:
-            send({"files": list(threads.map(write, images, message["paths"]))})
+            files = list(threads.map(write, images, message["paths"]))
+        pace.settle()
+        send({"files": files})
     except OSError as error:  # the training process raises it
         send({"error": str(error)})
     except Exception as error:
@@ -93,26 +96,43 @@ def _answer(
 
 
 class Pace:
-    """Counts bytes as they are written, and slows down whoever writes more than so many a second."""
+    """Counts bytes as they are written, and slows down whoever writes more than so many a second.
+
+    Args:
+        bytes_per_second: None for as fast as it can.
+        tell: told now and then how many more bytes are written, or 0 as a sign of life.
+    """
 
     def __init__(self, bytes_per_second: float | None, tell: Callable[[int], None]):
         self._bytes_per_second = bytes_per_second
         self._tell = tell
         self._lock = threading.Lock()
-        self._free_at = time.monotonic()
+        self._free_at = self._told_at = time.monotonic()
+        self._untold = 0
 
     def wrote(self, nbytes: int) -> None:
         """Called after each block, by any thread."""
         with self._lock:
-            self._tell(nbytes)
+            now = time.monotonic()
+            self._untold += nbytes
+            if now - self._told_at >= TELL_SECONDS:  # whoever listens is in training
+                self._settle(now)
             if self._bytes_per_second is None:
                 return
-            free_at = max(self._free_at, time.monotonic()) + nbytes / self._bytes_per_second
+            free_at = max(self._free_at, now) + nbytes / self._bytes_per_second
             self._free_at = free_at
         while (rest := free_at - time.monotonic()) > 0:
             time.sleep(min(rest, SIGN_OF_LIFE))
-            with self._lock:
-                self._tell(0)  # slow is not dead
+            self.settle()  # slow is not dead
+
+    def settle(self) -> None:
+        """Tell the rest."""
+        with self._lock:
+            self._settle(time.monotonic())
+
+    def _settle(self, now: float) -> None:
+        self._tell(self._untold)
+        self._told_at, self._untold = now, 0
 
 
 class Image:
