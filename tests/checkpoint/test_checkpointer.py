@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 from tensordict import NonTensorData, TensorDict
 
 from veofunc.checkpoint import CheckpointError, async_checkpointer
+from veofunc.checkpoint.staging import Staging
 
 DTYPES = [
     torch.float64,
@@ -423,7 +424,7 @@ def test_a_save_inside_a_save_is_refused_and_the_outer_one_is_whole(tmp_path):
     assert values_of(ckpt.restore(state_of(0), 1)) == {1}
 
 
-def test_a_save_whose_signal_handler_raises_is_made_all_the_same(tmp_path):
+def test_a_save_whose_signal_handler_raises_is_made_whole_or_not_at_all(tmp_path):
     state = Signalling({"model": state_of(1)["model"], "step": NonTensorData(1)})
     before = signal.signal(signal.SIGUSR1, lambda *_: ckpt.save(state_of(9), 9))
     try:
@@ -433,8 +434,9 @@ def test_a_save_whose_signal_handler_raises_is_made_all_the_same(tmp_path):
             ckpt.save(state_of(2), 2)
     finally:
         signal.signal(signal.SIGUSR1, before)
-    assert ckpt.steps() == (1, 2)
-    assert values_of(ckpt.restore(state_of(0), 1)) == {1}
+    assert 2 in ckpt.steps()
+    for step in ckpt.steps():
+        assert values_of(ckpt.restore(state_of(0), step)) == {step}
 
 
 class Held(TensorDict):
@@ -543,7 +545,7 @@ def test_waiting_in_one_thread_forgets_no_save_of_another(tmp_path, monkeypatch)
         assert values_of(ckpt.restore(state_of(0), step)) == {step}
 
 
-def test_an_interrupt_while_a_state_is_copied_leaves_a_whole_save(held, tmp_path):
+def test_a_save_that_is_interrupted_before_it_copies_is_not_made(held, tmp_path):
     def interrupt(*_):
         raise KeyboardInterrupt
 
@@ -555,6 +557,37 @@ def test_an_interrupt_while_a_state_is_copied_leaves_a_whole_save(held, tmp_path
             with pytest.raises(KeyboardInterrupt):
                 ckpt.save(held_state(2), 2)
             Held.go_on.set()
+            ckpt.save(state_of(3), 3)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert ckpt.steps() == (1, 3)
+    for step in (1, 3):
+        assert values_of(ckpt.restore(state_of(0), step)) == {step}
+
+
+def test_a_save_that_is_interrupted_while_it_copies_is_made_before_the_state_can_change(
+    tmp_path, monkeypatch
+):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    copy, state = Staging.copy, state_of(2)
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with async_checkpointer(state_of(0), tmp_path, double_buffer=True) as ckpt:
+            ckpt.save(state_of(1), 1)
+
+            def slow(*args, **options):
+                time.sleep(0.3)
+                copy(*args, **options)
+
+            monkeypatch.setattr(Staging, "copy", slow)
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+            with pytest.raises(KeyboardInterrupt):
+                ckpt.save(state, 2)
+            for tensor in state["model"].values():
+                tensor.fill_(9)
+            monkeypatch.undo()
             ckpt.save(state_of(3), 3)
     finally:
         signal.signal(signal.SIGALRM, before)

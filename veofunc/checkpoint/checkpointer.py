@@ -10,7 +10,7 @@ import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import nullcontext, suppress
 from numbers import Real
 from pathlib import Path
@@ -37,7 +37,7 @@ from veofunc.checkpoint.plain import read_plain
 from veofunc.checkpoint.ranks import Agreement, Ranks, explain
 from veofunc.checkpoint.restore import Request, read_step
 from veofunc.checkpoint.retention import Retention
-from veofunc.checkpoint.save import Save
+from veofunc.checkpoint.save import Gate, Save
 from veofunc.checkpoint.slot import Slot, SlotOptions
 from veofunc.checkpoint.snapshot import (
     REST,
@@ -224,11 +224,7 @@ class Checkpointer:
         with self._turn:
             self._saving = threading.get_ident()
             try:
-                # In a thread of its own, so that no interrupt breaks it off half way.
-                stream = torch.accelerator.current_stream() if torch.accelerator.is_available() else None
-                return self._stager.submit(
-                    self._save_on, stream, state, step, metrics, overwrite, block
-                ).result()
+                return self._uninterrupted(state, step, metrics, overwrite, block)
             finally:
                 self._saving = None
 
@@ -410,12 +406,26 @@ class Checkpointer:
             warnings.warn(text, RuntimeWarning, stacklevel=4)
         return not owner
 
-    def _save_on(self, stream: torch.Stream | None, *args: Any) -> Save:
-        with stream or nullcontext():
-            return self._save(*args)
+    def _uninterrupted(self, *args: Any) -> Save:
+        """Save in a thread that no interrupt reaches: either it is made, or not begun."""
+        stream = torch.accelerator.current_stream() if torch.accelerator.is_available() else None
+        gate = Gate()
+
+        def save() -> Save:
+            with stream or nullcontext():
+                return self._save(gate, *args)
+
+        future = self._stager.submit(save)
+        try:
+            return future.result()
+        except BaseException:
+            if gate.close():
+                wait([future])  # until then the state must not change
+            raise
 
     def _save(
         self,
+        gate: Gate,
         state: TensorDictBase,
         step: int,
         metrics: Mapping[str, float] | None,
@@ -433,6 +443,7 @@ class Checkpointer:
             self._make_room(slots)
             self._claim()
             self._check_new(step, overwrite)
+            gate.begin()
             self._prepare(leaves, tensors)
             background = None if block else self._threads
             staged = {name: self._slots[name].stage(own, background) for name, own in tensors.items()}

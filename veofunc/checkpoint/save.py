@@ -9,7 +9,32 @@ from pathlib import Path
 from veofunc.checkpoint.manifest import CheckpointError
 from veofunc.checkpoint.ranks import explain
 
-__all__ = ["Save"]
+__all__ = ["Gate", "Save"]
+
+
+class Gate:
+    """Lets a save begin to copy the state, unless whoever asked for it was interrupted before."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._is_closed = self._has_begun = False
+
+    def begin(self) -> None:
+        """Begin to copy.
+
+        Raises:
+            CheckpointError: it is closed.
+        """
+        with self._lock:
+            if self._is_closed:
+                raise CheckpointError("save was interrupted")
+            self._has_begun = True
+
+    def close(self) -> bool:
+        """Let nothing begin any more; whether it has begun, so that the state may not change yet."""
+        with self._lock:
+            self._is_closed = True
+            return self._has_begun
 
 
 class Save:
