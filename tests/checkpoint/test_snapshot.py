@@ -1,6 +1,6 @@
 import pytest
 import torch
-from tensordict import NonTensorData, TensorDict
+from tensordict import NonTensorData, TensorDict, lazy_stack
 
 from veofunc.checkpoint.manifest import CheckpointError, Entry
 from veofunc.checkpoint.snapshot import (
@@ -290,3 +290,10 @@ def test_an_empty_subtree_was_saved_but_the_state_has_more():
     with pytest.raises(CheckpointError, match=r"optimizer.state.b.m: missing"):
         matched(like, nested_state())
     assert ("optimizer", "state") not in matched(like, nested_state(), strict=False)
+
+
+def test_a_stack_that_hides_a_key_is_refused_by_name():
+    both, one = TensorDict({"a": torch.ones(1), "b": torch.ones(1)}), TensorDict({"a": torch.ones(1)})
+    with pytest.raises(TypeError, match=r"^data is a stack of which not all parts have \['b'\]"):
+        flatten(TensorDict({"data": lazy_stack([both, one])}))
+    assert flatten(TensorDict({"data": lazy_stack([one, one])})).keys() == {("data", "a")}

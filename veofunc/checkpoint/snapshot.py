@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, cast
 from zlib import crc32
 
 import torch
-from tensordict import NonTensorData, TensorDict, TensorDictBase, is_non_tensor
+from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, TensorDictBase, is_non_tensor
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -183,6 +183,13 @@ def match(
 
 
 def _walk(node: TensorDictBase, above: TreePath) -> Iterator[tuple[TreePath, Leaf]]:
+    if isinstance(node, LazyStackedTensorDict):  # shows only the keys that all its parts have
+        hidden = {key for part in node.tensordicts for key in part.keys()} - {*node.keys()}
+        if hidden:
+            where = _dotted(above) or "state"
+            raise TypeError(
+                f"{where} is a stack of which not all parts have {sorted(hidden)}; save them apart"
+            )
     for name, value in node.items():
         path = (*above, name)
         if type(value) in (Tensor, nn.Parameter) and _holds_data(value):  # nearly all
