@@ -159,7 +159,8 @@ class Checkpointer:
         self._ranks = ranks
         self._writer = StepWriter(storage, ranks.rank, ranks.size, options.bytes_per_second)
         self._slots: dict[str, Slot] = {}
-        self._saves: list[tuple[Save, frozenset[str]]] = []  # with their slots; those not known to have ended
+        # With their slots; those not known to have ended. Any thread may drop one: go through a copy.
+        self._saves: list[tuple[Save, frozenset[str]]] = []
         self._damaged: set[int] = set()  # steps that look complete, but `restore` has found otherwise
         self._retaining = threading.Lock()
         self._turn = threading.Lock()
@@ -236,7 +237,7 @@ class Checkpointer:
         """
         if os.getpid() != self._process:
             return  # the saves are those of the process that this is a fork of
-        saves = [save for save, _ in self._saves]
+        saves = [save for save, _ in [*self._saves]]
         for save in saves:
             save._ended()
         for save in saves:
@@ -464,11 +465,11 @@ class Checkpointer:
         self, save: Save, slots: frozenset[str], task: Task | CheckpointError, agreement: Agreement
     ) -> None:
         """Have it written in the background, after those that are written to the same slots."""
-        before = [other for other, theirs in self._saves if slots & theirs and not other.done]
+        before = [other for other, theirs in [*self._saves] if slots & theirs and not other.done]
         self._saves.append((save, slots))
         try:
             self._threads.submit(self._run, save, task, agreement, before)
-        except BaseException:  # an interrupt, before or after the task was handed over
+        except BaseException:  # no pool takes work any more, as at the end of the process
             save._future.cancel()
             raise
 
@@ -499,7 +500,7 @@ class Checkpointer:
     def _make_room(self, slots: frozenset[str]) -> None:
         """Wait until a buffer of each slot is free, and raise what failed in them."""
         for slot in sorted(slots):
-            saves = [save for save, theirs in self._saves if slot in theirs]
+            saves = [save for save, theirs in [*self._saves] if slot in theirs]
             num_free = 0 if slot in self._broken_off else self._options.num_buffers - 1
             num_done = len(saves) - num_free
             for index, save in enumerate(saves):
@@ -529,7 +530,7 @@ class Checkpointer:
 
     def _check_new(self, step: int, overwrite: bool) -> None:
         where = f"{self._storage.root}/{step_name(step)}"
-        if any(save.step == step and not save.done for save, _ in self._saves):
+        if any(save.step == step and not save.done for save, _ in [*self._saves]):
             raise FileExistsError(f"{where} is being saved already")
         steps = step_numbers(self._storage)
         if steps and step < steps[-1] and self._ranks.rank == 0:
@@ -566,7 +567,7 @@ class Checkpointer:
         if changed:
             entries = describe_leaves(leaves, self._options.sections, self._ranks.rank)
             for name in changed:
-                for save, theirs in self._saves:
+                for save, theirs in [*self._saves]:
                     if name in theirs:  # it uses the memory
                         save._ended()
                 mine = [entry for entry in entries if entry.kind == "tensor" and entry.slot == name]
@@ -694,7 +695,7 @@ def _finish(checkpointer: weakref.ref[Checkpointer], process: int) -> None:
     """At the end of the process wait for pending saves: after this no pool of threads takes new work."""
     ckpt = checkpointer()
     if ckpt is not None and os.getpid() == process:  # a fork has none of its threads
-        for save, _ in ckpt._saves:
+        for save, _ in [*ckpt._saves]:
             save._ended()
 
 
