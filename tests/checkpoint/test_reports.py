@@ -44,6 +44,9 @@ NUMEL = 1 << 18  # of each of three tensors: three MiB in all, so that a limit c
 MIB = 1 << 20
 
 ELSEWHERE = {
+    "checkpoint/test_storage.py": {
+        "Lightning #19294: moved": "test_a_directory_may_be_moved_but_a_step_not_renamed",
+    },
     "checkpoint/test_checkpointer.py": {
         "DCP: dtypes, 0-dim, empty, not contiguous": "test_every_dtype_comes_back_bit_for_bit",
         "DCP: values that are no tensors, also None": "test_json_values_come_back_as_they_were",
@@ -59,7 +62,6 @@ ELSEWHERE = {
         "Lightning #20953, new C: changed right after the save": (
             "test_saves_that_overlap_with_changes_hold_one_step_each"
         ),
-        "Lightning #19294: moved": "test_a_directory_may_be_moved_but_a_step_not_renamed",
         "flax #1200: numeric order": "test_steps_are_ordered_by_number",
         "marin #5386: the newest is corrupt": (
             "test_a_damaged_newest_step_is_skipped_and_named_an_error_that_says_what_to_do"
